@@ -5,6 +5,7 @@
     Exception
     ├── ExecuteCodeError            nothing has run; the message says why and what to do
     │   ├── ConfigError             a configuration source cannot be read (file, line, column)
+    │   │   └── UsageError          a value on the command line is wrong; the person mends it there
     │   ├── DisabledError           execute_code is switched off
     │   ├── InvalidParameterError   the call itself is malformed
     │   ├── InterpreterError        no usable Python was found
@@ -28,6 +29,7 @@ __all__ = [
     "InvalidParameterError",
     "RegistryUnavailableError",
     "ToolNotFoundError",
+    "UsageError",
     "WorkspaceError",
 ]
 
@@ -38,6 +40,10 @@ class ExecuteCodeError(Exception):
 
 class ConfigError(ExecuteCodeError):
     """A configuration source exists and cannot be read."""
+
+
+class UsageError(ConfigError):
+    """A command line says something that cannot be meant; exit status 2 (behaviour 2.10)."""
 
 
 class DisabledError(ExecuteCodeError):
