@@ -166,7 +166,7 @@ class Dispatcher:
         on_notify: Callable[[str], None] | None = None,
         on_auth_denied: Callable[[], None] | None = None,
         faults: Faults | None = None,
-        release_approval: Callable[[str], None] | None = None,
+        release_approval: Callable[[str], object] | None = None,
     ) -> None:
         self.cell = cell
         self.open = True
@@ -411,9 +411,7 @@ class Dispatcher:
         except Exception:
             logger.exception("the policy raised; the call is denied")
             return denied_by_policy(tool)
-        if reason is None or (isinstance(reason, str) and reason):
-            return reason
-        return denied_by_policy(tool)
+        return reason if reason is None else str(reason) or denied_by_policy(tool)
 
     # Dispatch
 
