@@ -114,7 +114,7 @@ async def _ask(path: str, cwd: str, timeout_s: float) -> tuple[int, bytes]:
             child = ChildProcess.spawn(
                 [path, "-c", _QUESTION], env=child_environment(run_id), cwd=cwd, run_id=run_id, output=writer
             )
-        except OSError as error:
+        except (OSError, ValueError) as error:
             raise ProbeError(f"{path} cannot be started: {error}") from None
         finally:
             os.close(writer)

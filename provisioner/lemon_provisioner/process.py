@@ -163,15 +163,23 @@ class ChildProcess:
         """Stop the group with SIGINT, SIGTERM and SIGKILL, ``grace_s`` seconds each; return whether it is dead.
 
         Ends as soon as the leader does; what is left of the run is then killed and the leader reaped as
-        by :meth:`finish`.  ``False`` means that SIGKILL did not end it within ``grace_s``.
+        by :meth:`finish`.  ``False`` means that SIGKILL did not end it within ``grace_s`` (behaviour 6.7).
+        If the awaiting task is cancelled the rest of the patience is over: SIGKILL at once.
         """
-        for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGKILL):
-            self.signal_group(signum)
-            try:
-                await asyncio.wait_for(self.wait(), grace_s)
-            except TimeoutError:
-                continue
-            break
+        step_s = asyncio.get_running_loop().time()
+        try:
+            for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGKILL):
+                self.signal_group(signum)
+                step_s += grace_s
+                try:
+                    async with asyncio.timeout_at(step_s):
+                        await self.wait()
+                    break
+                except TimeoutError:
+                    pass
+        except asyncio.CancelledError:
+            self.finish()
+            raise
         return self.finish() is not None
 
     # -- looking and reaping -------------------------------------------------------------------------------------

@@ -26,6 +26,7 @@ library only, and little of it.
 
 from __future__ import annotations
 
+import errno
 import os
 import select
 import signal
@@ -42,9 +43,13 @@ SWEEP_LIMIT_S = 1.0
 """A sweep gives up after so long; a storm that outforks it that long is left to the next sweep."""
 
 _PASS_WAIT_MS = 200
-_HELD_DESCRIPTORS = 64  # of so many victims the death is awaited; the next pass sees to the others
+_HELD_DESCRIPTORS = (
+    256  # of so many victims of a pass the death is awaited; of the others, that it is certain
+)
+_EXHAUSTED_WAIT_S = 0.01
 _DIRECT_LOOKS = 64  # up to so many numbers are tried one by one before /proc is listed instead
 _FORKS_PER_S = 50_000  # more than any machine forks; bounds how soon process numbers can wrap around
+_EXHAUSTED = (errno.EMFILE, errno.ENFILE)
 _ENVIRON_CHUNK_BYTES = 1 << 16
 
 
@@ -59,7 +64,7 @@ def kill_marked(run_id: str, newer_than_pid: int | None = None, age_s: float | N
         return 0
     mark = b"LEMON_RUN_ID=" + os.fsencode(run_id)
     if newer_than_pid is not None and (age_s is None or age_s * _FORKS_PER_S >= _pid_max()):
-        newer_than_pid = None
+        newer_than_pid = None  # numbers may have wrapped around since
     deadline = time.monotonic() + SWEEP_LIMIT_S
     seen: set[int] = set()
     while True:
@@ -78,13 +83,15 @@ def kill_marked(run_id: str, newer_than_pid: int | None = None, age_s: float | N
                     dying.append(descriptor)
                 else:
                     os.close(descriptor)
-            if not found:
-                return len(seen)
+        except OSError:  # this process has no descriptor left to look with: no answer is not "nobody"
+            found = True
+            time.sleep(_EXHAUSTED_WAIT_S)
+        try:
             _await_deaths(dying, deadline)
         finally:
             for descriptor in dying:
                 os.close(descriptor)
-        if time.monotonic() >= deadline:
+        if not found or time.monotonic() >= deadline:
             return len(seen)
 
 
@@ -97,7 +104,10 @@ def _proc_is_ours() -> bool:
 
 
 def _pid_max() -> int:
-    return int(_read("/proc/sys/kernel/pid_max") or 0)
+    try:
+        return int(_read("/proc/sys/kernel/pid_max") or 0)
+    except OSError:
+        return 0
 
 
 def _candidates(newer_than_pid: int | None) -> Iterable[int]:
@@ -114,7 +124,9 @@ def _candidates(newer_than_pid: int | None) -> Iterable[int]:
         # A newest number below the leader's: numbers wrapped around after all.
     try:
         names = os.listdir("/proc")
-    except OSError:
+    except OSError as error:
+        if error.errno in _EXHAUSTED:
+            raise
         return []
     return [pid for name in names if name.isdecimal() and (pid := int(name)) > floor and pid != own]
 
@@ -130,8 +142,10 @@ def _kill_pinned(pid: int, mark: bytes) -> int | None:
     """Pin process ``pid``, check that it is (still) marked, kill it and its group; return the pidfd, else ``None``."""
     try:
         descriptor = os.pidfd_open(pid)
-    except OSError:  # gone, a thread's number, or no descriptor left
-        return None
+    except OSError as error:
+        if error.errno in _EXHAUSTED:
+            raise
+        return None  # gone, or a thread's number
     try:
         if _is_marked(pid, mark):
             group = os.getpgid(pid)
@@ -165,10 +179,15 @@ def _await_deaths(descriptors: Iterable[int], deadline: float) -> None:
 
 
 def _read(path: str) -> bytes | None:
-    """Return the whole of a ``/proc`` file, or ``None`` when it cannot be read."""
+    """Return the whole of a ``/proc`` file, or ``None`` when it cannot be read.
+
+    Raises ``OSError`` only when no descriptor is left.
+    """
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    except OSError:
+    except OSError as error:
+        if error.errno in _EXHAUSTED:
+            raise
         return None
     try:
         content = b""

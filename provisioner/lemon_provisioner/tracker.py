@@ -37,7 +37,7 @@ _log = logging.getLogger("lemon_provisioner")
 
 _PROGRAM = os.path.join(os.path.dirname(os.path.abspath(__file__)), "tracker_process.py")
 _FULL_PIPE_WAIT_MS = 100  # a tracker that reads nothing for so long is replaced
-_EXIT_WAIT_S = 1.0  # how long a host that ends waits for the tracker to remove the root
+_EXIT_WAIT_S = 1.0  # how long a host that ends waits for the tracker to clean up; milliseconds as a rule
 _BLOCKED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 
 
@@ -51,6 +51,9 @@ class _Tracker:
     """What this process has running, and the process that is told of it."""
 
     def __init__(self) -> None:
+        self._reset()
+
+    def _reset(self) -> None:
         self._lock = threading.RLock()
         self._runs: dict[str, _Run] = {}
         self._roots: set[str] = set()
@@ -91,19 +94,22 @@ class _Tracker:
         with self._lock:
             self._closed = True
             self._close_pipe()
-            if self._process is not None:
-                try:
-                    self._process.wait(_EXIT_WAIT_S)
-                except subprocess.TimeoutExpired:
-                    self._process.returncode = 0  # it outlives us on purpose; no ResourceWarning for that
-                self._process = None
+            self._await_exit()
+
+    def hold(self) -> None:
+        """Before a fork: no pipe is half made, no message half written, while the child is copied."""
+        self._lock.acquire()
+
+    def release(self) -> None:
+        """After a fork, in the host."""
+        self._lock.release()
 
     def abandon(self) -> None:
         """In a forked child of the host: close the write end, and know nothing of the parent's runs."""
         self._close_pipe()
         if self._process is not None:
             self._process.returncode = 0  # not our child
-        self.__init__()  # type: ignore[misc]
+        self._reset()
 
     # -- the process ---------------------------------------------------------------------------------------------
 
@@ -164,13 +170,24 @@ class _Tracker:
         """End a tracker that is dead or does not read.  First the process, then the pipe: see the module's head."""
         if self._process is not None:
             self._process.kill()
-            self._process.wait()
-            self._process = None
+            self._await_exit()
         self._close_pipe()
+
+    def _await_exit(self) -> None:
+        if self._process is None:
+            return
+        try:
+            self._process.wait(_EXIT_WAIT_S)
+        except subprocess.TimeoutExpired:
+            self._process.returncode = 0  # it outlives us on purpose: no ResourceWarning for that
+        self._process = None
 
     def _close_pipe(self) -> None:
         if self._pipe >= 0:
-            os.close(self._pipe)
+            try:
+                os.close(self._pipe)
+            except OSError:  # somebody closed it under us
+                pass
             self._pipe = -1
 
     def _write(self, data: bytes) -> bool:
@@ -183,7 +200,7 @@ class _Tracker:
                 poll.register(self._pipe, select.POLLOUT)
                 if not poll.poll(_FULL_PIPE_WAIT_MS):
                     return False
-            except BrokenPipeError:
+            except OSError:  # EPIPE, or somebody closed our descriptor
                 return False
         return True
 
@@ -210,7 +227,7 @@ def _hex(path: str) -> bytes:
 
 
 _tracker = _Tracker()
-os.register_at_fork(after_in_child=_tracker.abandon)
+os.register_at_fork(before=_tracker.hold, after_in_parent=_tracker.release, after_in_child=_tracker.abandon)
 atexit.register(_tracker.close)
 
 
