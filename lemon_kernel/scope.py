@@ -6,7 +6,7 @@ import threading
 import weakref
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -22,7 +22,7 @@ class _Once:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._happened = False
-        self._callbacks: dict[int, Callable[[], None]] = {}
+        self._callbacks: dict[int, Callable[[], object]] = {}
         self._next_key = 0
 
     @property
@@ -39,7 +39,7 @@ class _Once:
         for callback in callbacks:
             callback()
 
-    def tell(self, callback: Callable[[], None]) -> Callable[[], None]:
+    def tell(self, callback: Callable[[], object]) -> Callable[[], None]:
         """Call `callback` once it happens (at once if it has); return what takes the request back."""
         with self._lock:
             if not self._happened:
@@ -68,7 +68,7 @@ class AbortSignal:
         """Abort; callbacks run in the calling thread, once."""
         self._once.happen()
 
-    def on_abort(self, callback: Callable[[], None]) -> Callable[[], None]:
+    def on_abort(self, callback: Callable[[], object]) -> Callable[[], None]:
         """Call `callback` on abort (at once if aborted already); return a function that unsubscribes."""
         return self._once.tell(callback)
 
@@ -95,7 +95,7 @@ class Owner:
         """End this owner: its kernels are detached.  Idempotent, thread-safe."""
         self._finalizer()
 
-    def __enter__(self) -> Owner:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(
@@ -103,7 +103,7 @@ class Owner:
     ) -> None:
         self.close()
 
-    async def __aenter__(self) -> Owner:
+    async def __aenter__(self) -> Self:
         return self
 
     async def __aexit__(

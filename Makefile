@@ -1,0 +1,42 @@
+# From a clean checkout, `make demo` and `make test` alone set everything up.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.PHONY: demo test check bench soak docs clean
+
+$(STAMP): pyproject.toml lemon_kernel/_version.py $(wildcard kernelspec/lemon/*)
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "setting up $(VENV) ..."
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-warn-conflicts -e '.[dev]'
+	@touch $@
+
+## the main job on real input: the Python standard library's own source
+demo: $(STAMP)
+	@$(BIN)/python examples/demo.py
+
+## lint, types, layers, then every test
+test: check
+	@$(BIN)/python -m pytest -q -m "not soak"
+
+check: $(STAMP)
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/mypy
+	@PYTHONPATH=provisioner:shim:. $(BIN)/lint-imports
+
+## ratios against peers, interleaved in one run; writes benchmarks/results/
+bench: $(STAMP)
+	@$(BIN)/python -m benchmarks
+
+## the long storms: kills, aborts, starts, fuzz
+soak: $(STAMP)
+	@LEMON_TEST_SOAK=1 $(BIN)/python -m pytest -q tests --timeout 1800
+
+## pages that are generated from the code
+docs: $(STAMP)
+	@for page in tools/generate_*.py; do $(BIN)/python $$page; done
+
+clean:
+	rm -rf $(VENV) dist build .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,1 @@
+"""What things cost, as ratios against peers measured interleaved in the same run."""

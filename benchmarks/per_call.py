@@ -1,0 +1,239 @@
+"""Per-call runs and helper calls against a bare interpreter, a bare socket echo and a polling file bridge."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import pathlib
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+
+from lemon_kernel import ExecuteCode, ExecuteCodeConfig, hostloop
+
+from .harness import Workload, clean_environment, measure, report, timed
+
+CALLS = 200
+ECHO_SCRIPT = f"""
+from time import perf_counter
+times = []
+for number in range({CALLS}):
+    start = perf_counter()
+    read("x" * 20)
+    times.append(perf_counter() - start)
+print(*times)
+"""
+
+BARE_ECHO_CHILD = f"""
+import json, socket, sys, time
+sock = socket.socket(fileno=int(sys.argv[1]))
+stream = sock.makefile("rb")
+times = []
+for number in range({CALLS}):
+    start = time.perf_counter()
+    sock.sendall(json.dumps({{"id": number, "tool": "read", "params": {{"path": "x" * 20}}}}).encode() + b"\\n")
+    json.loads(stream.readline())
+    times.append(time.perf_counter() - start)
+print(*times)
+"""
+
+POLLING_CALLS = 10
+POLLING_CHILD = f"""
+import json, os, sys, time
+folder = sys.argv[1]
+times = []
+for number in range({POLLING_CALLS}):
+    start = time.perf_counter()
+    with open(f"{{folder}}/req-{{number}}.tmp", "w") as file:
+        json.dump({{"id": number, "tool": "read", "params": {{"path": "x" * 20}}}}, file)
+    os.rename(f"{{folder}}/req-{{number}}.tmp", f"{{folder}}/req-{{number}}.json")
+    answer = f"{{folder}}/res-{{number}}.json"
+    while not os.path.exists(answer):
+        time.sleep(0.020)
+    json.load(open(answer))
+    times.append(time.perf_counter() - start)
+print(*times)
+"""
+
+
+def to_ms(line: str) -> list[float]:
+    return [statistics.median(float(word) * 1000 for word in line.split())]
+
+
+async def bare_run(script: str) -> None:
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        script,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.STDOUT,
+        stdin=asyncio.subprocess.DEVNULL,
+        env=clean_environment(),
+    )
+    await process.communicate()
+
+
+async def bare_echo(folder: str) -> list[float]:
+    ours, theirs = socket.socketpair()
+    reader, writer = await asyncio.open_connection(sock=ours)
+
+    async def serve() -> None:
+        while line := await reader.readline():
+            request = json.loads(line)
+            writer.write(json.dumps({"id": request["id"], "ok": True, "content": "echo"}).encode() + b"\n")
+
+    server = asyncio.create_task(serve())
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        f"{folder}/echo.py",
+        str(theirs.fileno()),
+        pass_fds=[theirs.fileno()],
+        stdout=asyncio.subprocess.PIPE,
+        env=clean_environment(),
+    )
+    theirs.close()
+    output, _ = await process.communicate()
+    server.cancel()
+    writer.close()
+    return to_ms(output.decode())
+
+
+def polling_bridge(folder: str) -> list[float]:
+    with tempfile.TemporaryDirectory(dir=folder) as bridge:
+        process = subprocess.Popen(
+            [sys.executable, f"{folder}/polling.py", bridge], stdout=subprocess.PIPE, env=clean_environment()
+        )
+        while process.poll() is None:
+            for request in pathlib.Path(bridge).glob("req-*.json"):
+                number = json.loads(request.read_text())["id"]
+                request.unlink()
+                answer = pathlib.Path(bridge, f"res-{number}.tmp")
+                answer.write_text(json.dumps({"id": number, "ok": True, "content": "echo"}))
+                answer.rename(pathlib.Path(bridge, f"res-{number}.json"))
+            time.sleep(0.025)
+        assert process.stdout is not None
+        output = process.stdout.read()
+        process.stdout.close()
+    return to_ms(output.decode())
+
+
+async def echo(params: object, context: object) -> str:
+    return "echo"
+
+
+async def slow(params: object, context: object) -> str:
+    await asyncio.sleep(0.05)
+    return "done"
+
+
+def main() -> str:
+    with tempfile.TemporaryDirectory() as folder:
+        pathlib.Path(folder, "trivial.py").write_text("print(1)\n")
+        pathlib.Path(folder, "echo.py").write_text(BARE_ECHO_CHILD)
+        pathlib.Path(folder, "polling.py").write_text(POLLING_CHILD)
+        config = ExecuteCodeConfig(enabled=True, max_rpc_calls=100_000, python_path=sys.executable)
+        plain = ExecuteCode(folder, config=config)
+        echoing = ExecuteCode(folder, config=config, helpers={"read": echo})
+        slowly = ExecuteCode(folder, config=config, helpers={"read": slow})
+
+        with asyncio.Runner() as runner:
+
+            def ours_on_host_loop() -> list[float]:
+                return to_ms(hostloop.run(echoing.execute({"script": ECHO_SCRIPT})).text)
+
+            rows = measure(
+                [
+                    Workload(
+                        "bare interpreter, trivial script",
+                        lambda: timed(lambda: runner.run(bare_run(f"{folder}/trivial.py"))),
+                    ),
+                    Workload(
+                        "per-call run of the same script",
+                        lambda: timed(lambda: runner.run(plain.execute({"script": "print(1)\n"}))),
+                        peer="bare interpreter, trivial script",
+                        bar=1.5,
+                    ),
+                ],
+                rounds=50,
+            )
+            rows += measure(
+                [
+                    Workload("bare asyncio socket-pair JSON echo", lambda: runner.run(bare_echo(folder))),
+                    Workload(
+                        "echo helper call (double on the host's loop)",
+                        ours_on_host_loop,
+                        peer="bare asyncio socket-pair JSON echo",
+                        bar=2.0,
+                    ),
+                    Workload(
+                        "echo helper call (double on the caller's own loop)",
+                        lambda: to_ms(runner.run(echoing.execute({"script": ECHO_SCRIPT})).text),
+                        peer="bare asyncio socket-pair JSON echo",
+                        note="two more thread hops",
+                    ),
+                    Workload(
+                        "helper call: ls of a small folder",
+                        lambda: to_ms(
+                            runner.run(
+                                plain.execute({"script": ECHO_SCRIPT.replace('read("x" * 20)', "ls()")})
+                            ).text
+                        ),
+                        peer="bare asyncio socket-pair JSON echo",
+                        note="the real tool, in a worker thread",
+                    ),
+                ],
+                rounds=11,
+            )
+            rows += measure(
+                [
+                    Workload("file bridge polled every 20/25 ms", lambda: polling_bridge(folder)),
+                    Workload(
+                        "the same call through our pipe",
+                        ours_on_host_loop,
+                        peer="file bridge polled every 20/25 ms",
+                        bar=0.01,
+                    ),
+                ],
+                rounds=5,
+            )
+            batch = "batch([('read', {'path': 'x'})] * 40)"
+            rows += measure(
+                [
+                    Workload(
+                        "batch of 40 calls of 50 ms, 4 at a time",
+                        lambda: timed(lambda: runner.run(slowly.execute({"script": batch}))),
+                        bar=600,
+                    )
+                ],
+                rounds=3,
+                warm_up=1,
+            )
+            imports = {
+                "import asyncio, traitlets.config": "import asyncio, traitlets.config",
+                "import lemon_kernel": "import lemon_kernel",
+                "from lemon_kernel import ExecuteCode": "from lemon_kernel import ExecuteCode",
+            }
+
+            def importing(code: str) -> float:
+                environment = {**clean_environment(), "PYTHONPATH": os.pathsep.join(sys.path)}
+                return timed(
+                    lambda: subprocess.run([sys.executable, "-c", code], env=environment, check=True)
+                )
+
+            peer = "import asyncio, traitlets.config"
+            rows += measure(
+                [
+                    Workload(
+                        name,
+                        lambda code=code: importing(code),
+                        peer=None if name == peer else peer,
+                        bar=None if name == peer else 1.3,
+                    )
+                    for name, code in imports.items()
+                ],
+                rounds=15,
+            )
+    return report("Per call", rows)

@@ -1,0 +1,185 @@
+"""The one thread and event loop that the host side runs on.
+
+Problem: kernels, sockets and timers must outlive the caller's event loop.  Agents call
+``asyncio.run(tool.execute(...))`` once per turn, notebooks block their loop, and blocking Jupyter managers
+turn their loop only while a call is in progress.  Objects bound to such a loop die or starve with it.
+
+What does not work: the caller's loop (dies), a loop per call (kernels cannot be shared), a coroutine that
+waits to be turned by somebody else (starves under the blocking manager; tried).
+
+What we do: one daemon thread, "lemon-host", started at first use, runs one loop for everything of the host
+side.  Callers hop onto it with :func:`call` or :func:`run`; helper doubles and callbacks of the user hop back
+to the caller's loop with :class:`CallerLoop`, so that user code never runs on, and never blocks, this thread.
+
+What can still fail: a forked child has no such thread (it gets its own at first use), and a user who blocks
+the caller's loop stalls his own helper doubles until their deadline.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import os
+import threading
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import TypeVar
+
+__all__ = ["CallerLoop", "at_exit", "call", "loop", "run", "running_here", "stop"]
+
+T = TypeVar("T")
+
+EXIT_BOUND_S = 3.0
+"""How long the interpreter's exit may be delayed by our closing (behaviour 2.9)."""
+
+
+class _HostThread:
+    """A started loop in its thread."""
+
+    def __init__(self) -> None:
+        self.pid = os.getpid()
+        self.loop = asyncio.new_event_loop()
+        started = threading.Event()
+        self.thread = threading.Thread(target=self._turn, args=(started,), name="lemon-host", daemon=True)
+        self.thread.start()
+        started.wait()
+
+    def _turn(self, started: threading.Event) -> None:
+        asyncio.set_event_loop(self.loop)
+        self.loop.call_soon(started.set)
+        try:
+            self.loop.run_forever()
+        finally:
+            self.loop.close()
+
+
+_lock = threading.Lock()
+_host: _HostThread | None = None
+_closers: list[Callable[[], Awaitable[object]]] = []
+
+
+def _after_fork() -> None:
+    """Forget the parent's thread: it does not exist in a forked child."""
+    global _host, _lock
+    _host = None
+    _lock = threading.Lock()
+    _closers.clear()
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
+
+def loop() -> asyncio.AbstractEventLoop:
+    """Return the host loop, starting its thread at first use."""
+    host = _host
+    if host is not None and not host.loop.is_closed():
+        return host.loop
+    return _start()
+
+
+def _start() -> asyncio.AbstractEventLoop:
+    global _host
+    with _lock:
+        if _host is None or _host.loop.is_closed():
+            _host = _HostThread()
+        return _host.loop
+
+
+def running_here() -> bool:
+    """Return whether the calling code runs on the host loop."""
+    host = _host
+    return host is not None and threading.current_thread() is host.thread
+
+
+async def call(work: Coroutine[object, object, T]) -> T:
+    """Await `work` on the host loop, from any loop; cancelling the caller cancels the work."""
+    if running_here():
+        return await work
+    return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, loop()))
+
+
+def run(work: Coroutine[object, object, T], timeout_s: float | None = None) -> T:
+    """Run `work` on the host loop and block until it is done; not to be called from the host loop."""
+    if running_here():
+        work.close()
+        raise RuntimeError("hostloop.run() called on the host loop itself")
+    future = asyncio.run_coroutine_threadsafe(work, loop())
+    try:
+        return future.result(timeout_s)
+    except BaseException:
+        future.cancel()
+        raise
+
+
+def at_exit(closer: Callable[[], Awaitable[object]]) -> None:
+    """Await `closer` on the host loop when the interpreter exits, within ``EXIT_BOUND_S`` for all of them."""
+    _closers.append(closer)
+
+
+def stop() -> None:
+    """End the loop and join its thread; the next use starts a new one."""
+    global _host
+    with _lock:
+        host, _host = _host, None
+    if host is None or host.pid != os.getpid() or not host.thread.is_alive():
+        return
+    host.loop.call_soon_threadsafe(host.loop.stop)
+    if threading.current_thread() is not host.thread:
+        host.thread.join(EXIT_BOUND_S)
+
+
+async def _close_all(closers: list[Callable[[], Awaitable[object]]]) -> None:
+    current = asyncio.current_task()
+    for task in asyncio.all_tasks():  # runs nobody waits for any more: their caller's death
+        if task is not current and getattr(task.get_coro(), "__qualname__", "").startswith("ExecuteCode."):
+            task.cancel()
+    await asyncio.gather(*(closer() for closer in closers), return_exceptions=True)
+
+
+@atexit.register
+def _exit() -> None:
+    host = _host
+    if host is None or host.pid != os.getpid() or not host.thread.is_alive():
+        return
+    future = asyncio.run_coroutine_threadsafe(_close_all(list(_closers)), host.loop)
+    try:
+        future.result(EXIT_BOUND_S)
+    except BaseException:
+        future.cancel()
+    stop()
+
+
+class CallerLoop:
+    """The loop that ``execute()`` was awaited on: where the user's doubles and callbacks run.
+
+    A blocked loop makes them late, a closed one makes them fail; neither touches the host loop.
+    """
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._is_host = running_here()
+
+    async def call(self, work: Callable[[], Awaitable[T]]) -> T:
+        """Await ``work()`` on the caller's loop and return its result here."""
+        if self._is_host:
+            return await work()
+
+        async def there() -> T:
+            return await work()
+
+        coroutine = there()
+        try:
+            future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        except RuntimeError:
+            coroutine.close()
+            raise RuntimeError("the caller's event loop is closed") from None
+        return await asyncio.wrap_future(future)
+
+    def soon(self, callback: Callable[[], object]) -> None:
+        """Schedule `callback` on the caller's loop, in order; dropped when that loop is closed."""
+        if self._is_host:
+            self._loop.call_soon(callback)
+            return
+        try:
+            self._loop.call_soon_threadsafe(callback)
+        except RuntimeError:
+            pass
