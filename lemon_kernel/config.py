@@ -37,10 +37,10 @@ from traitlets import TraitType
 from traitlets.config.configurable import Configurable
 
 from .errors import ConfigError, UsageError
+from .policy import PROFILES, ToolPolicy
 
 __all__ = [
     "ENVIRONMENT_PREFIXES",
-    "PROFILES",
     "TABLES",
     "ExecuteCodeConfig",
     "Layer",
@@ -58,18 +58,6 @@ KernelMode = Literal["per_call", "session"]
 
 MAX_INTEGER = 2**31 - 1
 PROJECT_FILE = os.path.join(".lemon", "config.toml")
-
-PROFILES = (
-    "full_access",
-    "orchestrator",
-    "leaf_worker",
-    "minimal_core",
-    "no_external",
-    "read_only",
-    "safe_mode",
-    "subagent_restricted",
-)
-"""The profiles a policy may name (behaviour 4.1); any other makes the policy unreadable."""
 
 T = TypeVar("T")
 
@@ -329,8 +317,8 @@ class Profile(Key[str]):
     info_text = "the name of a profile"
 
     def read(self, raw: object, reading: _Reading) -> str:
-        name = raw.strip() if isinstance(raw, str) else raw
-        if name == "" or name in PROFILES:
+        name = raw.strip() if isinstance(raw, str) else None
+        if name is not None and (not name or name in PROFILES):
             return name
         raise _Unusable(f"is no profile (there are {', '.join(PROFILES)})")
 
@@ -558,7 +546,13 @@ class PolicyConfig(_Table):
     profile = Profile("", f"A profile: one of {', '.join(PROFILES)}.")
 
     unreadable: str | None = None
-    """Why everything is denied: ``tools policy cannot be read: <key> from <source> ...``, or None."""
+    """Why everything is denied: ``tool policy cannot be read: <key> from <source> ...``, or None."""
+
+    def policy(self) -> ToolPolicy:
+        """Return the policy that the table stands for; an unreadable one denies everything."""
+        if self.unreadable is not None:
+            return ToolPolicy.unreadable(self.unreadable)
+        return ToolPolicy(**self.values())
 
     def _resolve(self, layers: Sequence[Layer], cwd: str, home: str) -> None:
         self.unreadable = None
@@ -733,10 +727,13 @@ def _content(path: str) -> bytes | None:
         return None
     except OSError as error:
         raise ConfigError(f"{path}: the configuration file cannot be read ({error.strerror})") from error
-    with os.fdopen(descriptor, "rb") as file:
+    try:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             raise ConfigError(f"{path}: the configuration file is not a regular file")
-        return file.read()
+        with os.fdopen(descriptor, "rb", closefd=False) as file:
+            return file.read()
+    finally:
+        os.close(descriptor)
 
 
 def _refuse(path: str, line: int, column: int, reason: str) -> NoReturn:

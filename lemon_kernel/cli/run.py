@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from traitlets import Bool, Unicode
 
-from ..config import ExecuteCodeConfig
+from ..config import ExecuteCodeConfig, PolicyConfig
 from ..errors import UsageError
 from ..scope import AbortSignal
 from . import INTERRUPTED_STATUS
@@ -26,6 +26,7 @@ from .app import FAILED, OK, REFUSED, Command
 if TYPE_CHECKING:
     from types import FrameType
 
+    from ..policy import ToolPolicy
     from ..result import ToolResult, ToolUpdate
     from ..tool import ExecuteCode
 
@@ -77,10 +78,12 @@ class RunApp(Command):
         folder = self.folder
         scripts = {file: _source(file) for file in self.extra_args}
         sources = self.layers()
-        config = ExecuteCodeConfig.resolve(sources, cwd=folder, home=os.path.expanduser("~"))
+        home = os.path.expanduser("~")
+        policy = PolicyConfig.resolve(sources, cwd=folder, home=home).policy()
+        config = ExecuteCodeConfig.resolve(sources, cwd=folder, home=home)
         config = config.with_values(enabled=True, kernel_mode="session" if self.session else "per_call")
         abort = AbortSignal()
-        with _interrupt_aborts(abort), self._tool(folder, config) as tool:
+        with _interrupt_aborts(abort), self._tool(folder, config, policy) as tool:
             for number, file in enumerate(self.extra_args, start=1):
                 result = tool.run_sync({"script": scripts[file]}, abort=abort, on_update=_progress())
                 self._show(result, file, number)
@@ -89,12 +92,12 @@ class RunApp(Command):
                     return
 
     @contextmanager
-    def _tool(self, folder: str, config: ExecuteCodeConfig) -> Iterator[ExecuteCode]:
+    def _tool(self, folder: str, config: ExecuteCodeConfig, policy: ToolPolicy) -> Iterator[ExecuteCode]:
         """Give the tool, with a registry of its own for a session, which ends with the command."""
         from ..tool import ExecuteCode
 
         if not self.session:
-            yield ExecuteCode(folder, config=config)
+            yield ExecuteCode(folder, config=config, policy=policy)
             return
         from .. import hostloop
         from ..scope import Owner, SessionScope
@@ -104,7 +107,7 @@ class RunApp(Command):
         with Owner() as owner:
             try:
                 scope = SessionScope(self.session, "lemon-kernel run", owner)
-                yield ExecuteCode(folder, config=config, registry=registry, scope=scope)
+                yield ExecuteCode(folder, config=config, policy=policy, registry=registry, scope=scope)
             finally:
                 hostloop.run(registry.aclose())
 
