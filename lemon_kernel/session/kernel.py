@@ -161,7 +161,7 @@ class _Cell:
             return NO_OUTPUT
         try:
             return self.capture.finish()
-        except Exception as error:  # noqa: BLE001 - an answer is owed whatever happens
+        except Exception as error:  # an answer is owed whatever happens
             log.error("captured output of a cell is lost: %s", type(error).__name__)
             return NO_OUTPUT
 
@@ -238,7 +238,7 @@ class SessionKernel:
         except (StartupError, TimeoutError):
             self.end(Cause.STARTUP_FAILURE)
             return
-        except Exception as error:  # noqa: BLE001 - whatever it is, no kernel started
+        except Exception as error:  # whatever it is, no kernel started
             log.error("kernel start failed: %s", type(error).__name__)
             self.end(Cause.STARTUP_FAILURE)
             return
@@ -477,7 +477,7 @@ class SessionKernel:
                 confirmed = await self._release()
         except TimeoutError:
             log.warning("a kernel's death was not confirmed within %s s", END_BOUND_S)
-        except Exception as error:  # noqa: BLE001 - whatever it is, the death is not confirmed
+        except Exception as error:  # whatever it is, the death is not confirmed
             log.error("ending a kernel failed: %s", type(error).__name__)
             self.stop_error = error
         self._life.tell(Event.CONFIRMED if confirmed else Event.UNCONFIRMED)

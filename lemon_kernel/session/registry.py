@@ -395,7 +395,7 @@ class KernelRegistry:
             await self._sleep(REAP_INTERVAL_MS / 1000)
             try:
                 await self._reap()
-            except Exception as error:  # noqa: BLE001 - the next tick must come
+            except Exception as error:  # the next tick must come
                 log.error("a reap tick failed: %s", type(error).__name__)
 
     async def _reap(self) -> None:
