@@ -326,8 +326,7 @@ class Dispatcher:
             return
         number, text = message.get("n"), message.get("text")
         if (
-            not isinstance(number, int)
-            or not is_call_id(number)
+            not is_call_id(number)
             or not isinstance(text, str)
             or len(frame) > self._max_text_frame_bytes
             or not is_unicode(frame, text)
@@ -357,7 +356,7 @@ class Dispatcher:
         if not self._accepts_calls:
             return
         call_id, authority = message.get("id"), self._authority
-        if type(call_id) is not int or not is_call_id(call_id):
+        if not is_call_id(call_id):
             self._deny_frame()
         elif len(frame) > MAX_FRAME_BYTES:
             self._refuse_unread("call", call_id)
@@ -418,29 +417,30 @@ class Dispatcher:
     def _start_waiting(self) -> None:
         while self._waiting and self._running < self.limits.max_parallel_rpc and not self._abort.aborted:
             entry, params = self._waiting.popleft()
-            if len(_abandoned) >= ABANDONED_PER_PARALLEL * self.limits.max_parallel_rpc:
-                self._conclude(entry, _Outcome(False, HOST_BUSY))
-                continue
-            call = Call(
-                entry.id,
-                entry.tool,
-                params,
-                f"exec_code_rpc_{entry.id}",
-                f"{self._approval_prefix}{entry.id}",
-            )
-            self._running += 1
-            task = asyncio.get_running_loop().create_task(self._dispatch(entry, call))
-            self._tasks[task] = call
-            task.add_done_callback(self._task_ended)
+            try:
+                self._start(entry, params)
+            except BaseException as fault:  # noqa: BLE001 - this entry's fault, not that of the one that made room
+                self._recover(entry, fault)
+
+    def _start(self, entry: Entry, params: dict[str, object]) -> None:
+        if len(_abandoned) >= ABANDONED_PER_PARALLEL * self.limits.max_parallel_rpc:
+            self._conclude(entry, _Outcome(False, HOST_BUSY))
+            return
+        name, approval_id = f"exec_code_rpc_{entry.id}", f"{self._approval_prefix}{entry.id}"
+        call = Call(entry.id, entry.tool, params, name, approval_id)
+        task = asyncio.get_running_loop().create_task(self._dispatch(entry, call))
+        self._running += 1
+        self._tasks[task] = call
+        task.add_done_callback(self._task_ended)
 
     async def _dispatch(self, entry: Entry, call: Call) -> None:
         try:
             outcome = await self._outcome(call)
             self._faults.mid_dispatch(entry.id)
             self._conclude(entry, outcome)
-        except asyncio.CancelledError:
+        except asyncio.CancelledError as death:
             if self.open:  # not by close(), which settles what it cancels
-                self._recover(entry, None)
+                self._recover(entry, death)
             raise
         except Exception as fault:  # noqa: BLE001
             if entry.answer is None:
@@ -526,15 +526,15 @@ class Dispatcher:
 
     def _answer(self, frame_id: object, ok: bool, content: str) -> None:
         """Answer a frame that has no ledger entry, if it has an id that can be answered."""
-        if isinstance(frame_id, int) and is_call_id(frame_id) and self._send is not None:
+        if is_call_id(frame_id) and self._send is not None:
             self._send(Answer(frame_id, ok, content))
 
-    def _recover(self, entry: Entry, fault: BaseException | None) -> None:
+    def _recover(self, entry: Entry, fault: BaseException) -> None:
         """Settle the entry of a pass that died or raised; what it cost is now a lower bound."""
         self._contain(fault)
         self._settle(entry)
 
-    def _contain(self, fault: BaseException | None) -> None:
+    def _contain(self, fault: BaseException) -> None:
         self._authority.stats.accounting_loss = True
         logger.error("a helper request failed inside the bridge: %s", type(fault).__name__, exc_info=fault)
 

@@ -18,6 +18,7 @@ from __future__ import annotations
 import json
 import re
 from json import JSONDecodeError
+from typing import TypeGuard
 
 from lemon_shim.wire import MAX_CALL_ID
 
@@ -57,7 +58,7 @@ def frame_head(head: bytes) -> tuple[str | None, int | None]:
     return kind[1].decode() if kind else None, call_id if is_call_id(call_id) else None
 
 
-def is_call_id(value: object) -> bool:
+def is_call_id(value: object) -> TypeGuard[int]:
     """Return whether `value` is an integer in 1..2**53 (``True`` is none)."""
     return type(value) is int and 1 <= value <= MAX_CALL_ID
 
