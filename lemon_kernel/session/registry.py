@@ -90,7 +90,8 @@ async def call_stop(end: Callable[[], Awaitable[bool]]) -> bool:
 class Lease:
     """One call's hold on a kernel, from acquire to return: as long as it lasts the kernel is not evicted.
 
-    For the host loop only.  :meth:`execute` releases it; so does :meth:`release`, any number of times.
+    For the host loop only.  :meth:`execute` releases it; so does :meth:`release`, any number of times.  One that
+    is dropped, because its call was cut short before it came to anything, releases itself.
     """
 
     def __init__(
@@ -104,6 +105,11 @@ class Lease:
         self._owner = owner
         self._settings = settings
         self._on_release: Callable[[], None] | None = on_release
+        self._loop = asyncio.get_running_loop()
+
+    def __del__(self) -> None:
+        if self._on_release is not None:
+            soon(self._loop, self._on_release)  # the collector may be in any thread
 
     async def execute(
         self,

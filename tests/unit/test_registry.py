@@ -550,6 +550,20 @@ def test_kernels_that_are_ending_do_not_count() -> None:
     with_desk(main)
 
 
+def test_a_dropped_lease_releases_itself() -> None:
+    """A call that is cut short between acquire and submit does not hold the kernel for ever."""
+
+    async def main(desk: Desk) -> None:
+        owner = Owner()
+        lease = await desk.registry.acquire(Key("k"), owner, KernelSettings())  # type: ignore[arg-type]
+        assert inflight(desk) == 1
+        del lease
+        gc.collect()
+        await until(lambda: inflight(desk) == 0)
+
+    with_desk(main)
+
+
 # -- reaping --------------------------------------------------------------------------------------------------
 
 
