@@ -17,7 +17,8 @@ The cheap path: looking at every process costs about 15 microseconds each.  ``/p
 process number given out, and a run's descendants are born after its leader, so after most runs there is nothing to
 look at.  Numbers wrap around at ``pid_max``; the shortcut is taken only while the run is too young for that.
 
-What can still fail: a child that cleared (or overwrote) its environment *and* left the group is out of reach, as is
+What can still fail: a storm of processes that each take a session of their own and fork on faster than we look
+outruns us until the next sweep.  A child that cleared (or overwrote) its environment *and* left the group is out of reach, as is
 one that changed its user.  Without ``/proc`` (macOS) nothing is found.
 
 This module is also loaded by the tracker process, which has no ``site`` and imports almost nothing: standard
@@ -46,6 +47,7 @@ _PASS_WAIT_MS = 200
 _HELD_DESCRIPTORS = (
     256  # of so many victims of a pass the death is awaited; of the others, that it is certain
 )
+_VAIN_PASSES = 20  # on a busy machine somebody is always being born; then so many looks are enough
 _EXHAUSTED_WAIT_S = 0.01
 _DIRECT_LOOKS = 64  # up to so many numbers are tried one by one before /proc is listed instead
 _FORKS_PER_S = 50_000  # more than any machine forks; bounds how soon process numbers can wrap around
@@ -67,11 +69,13 @@ def kill_marked(run_id: str, newer_than_pid: int | None = None, age_s: float | N
         newer_than_pid = None  # numbers may have wrapped around since
     deadline = time.monotonic() + SWEEP_LIMIT_S
     seen: set[int] = set()
+    vain_passes = 0
     while True:
         dying: list[int] = []
         found = False
         try:
-            for pid in _candidates(newer_than_pid):
+            newest = _newest()
+            for pid in _candidates(newer_than_pid, newest):
                 if not _is_marked(pid, mark):
                     continue
                 descriptor = _kill_pinned(pid, mark)
@@ -91,8 +95,13 @@ def kill_marked(run_id: str, newer_than_pid: int | None = None, age_s: float | N
         finally:
             for descriptor in dying:
                 os.close(descriptor)
-        if not found or time.monotonic() >= deadline:
+        if time.monotonic() >= deadline:
             return len(seen)
+        if not found:
+            # Nobody found is an answer only if nobody was born meanwhile: who forks and exits is never where we look.
+            vain_passes += 1
+            if vain_passes >= _VAIN_PASSES or newest in (-1, newer_than_pid, _newest()):
+                return len(seen)
 
 
 def _proc_is_ours() -> bool:
@@ -110,18 +119,23 @@ def _pid_max() -> int:
         return 0
 
 
-def _candidates(newer_than_pid: int | None) -> Iterable[int]:
+def _newest() -> int:
+    """Return the process number given out last, ``-1`` when the system does not say."""
+    try:
+        fields = (_read("/proc/loadavg") or b"").split()
+    except OSError:
+        return -1
+    return int(fields[-1]) if fields else -1
+
+
+def _candidates(newer_than_pid: int | None, newest: int) -> Iterable[int]:
     """The process numbers worth a look: those given out after ``newer_than_pid``, else all but our own."""
     own = os.getpid()
     floor = -1
-    if newer_than_pid is not None:
-        fields = (_read("/proc/loadavg") or b"").split()
-        newest = int(fields[-1]) if fields else -1
-        if newest >= newer_than_pid:
-            if newest - newer_than_pid <= _DIRECT_LOOKS:
-                return [pid for pid in range(newer_than_pid + 1, newest + 1) if pid != own]
-            floor = newer_than_pid
-        # A newest number below the leader's: numbers wrapped around after all.
+    if newer_than_pid is not None and newest >= newer_than_pid:  # else numbers wrapped around after all
+        if newest - newer_than_pid <= _DIRECT_LOOKS:
+            return [pid for pid in range(newer_than_pid + 1, newest + 1) if pid != own]
+        floor = newer_than_pid
     try:
         names = os.listdir("/proc")
     except OSError as error:

@@ -60,6 +60,7 @@ class _Tracker:
         self._process: subprocess.Popen[bytes] | None = None
         self._pipe = -1
         self._closed = False
+        self._warned = False
 
     def watch(self, run_id: str, workspace: str) -> None:
         with self._lock:
@@ -126,14 +127,15 @@ class _Tracker:
             self._kill()
             self._start()
             if self._write(self._everything()):
+                self._warned = False
                 return
             self._kill()
+            trouble = "it does not read"
         except (OSError, ValueError) as error:
-            _log.warning(
-                "the tracker process cannot be started (%s); a killed host would leave its processes", error
-            )
-            return
-        _log.warning("the tracker process does not read; a killed host would leave its processes")
+            trouble = str(error)
+        if not self._warned:  # once for each spell of trouble, not for each message
+            self._warned = True
+            _log.warning("no tracker process (%s): if this host is killed, what it launched stays", trouble)
 
     def _everything(self) -> bytes:
         lines = [_root_line(root) for root in self._roots]
