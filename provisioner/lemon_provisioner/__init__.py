@@ -1,0 +1,21 @@
+"""How scripts and kernels are launched, kept apart and ended; what Jupyter loads as ``lemon-provisioner``.
+
+Importing the package imports nothing else: a per-call run needs neither Jupyter nor traitlets.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .provisioner import LemonProvisioner
+
+__all__ = ["LemonProvisioner"]
+
+
+def __getattr__(name: str) -> object:
+    if name == "LemonProvisioner":
+        from .provisioner import LemonProvisioner
+
+        return LemonProvisioner
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,18 @@
+"""The kernel: ipykernel's, with plain Python cells for agents and the bridge to the host's tools.
+
+The only part of the shim that imports ipykernel; this module itself imports nothing, because the host reads the
+names below as well.
+"""
+
+from __future__ import annotations
+
+NO_IPYKERNEL_STATUS = 97
+"""Exit status of an interpreter that has no usable ipykernel."""
+
+GRANT_METADATA = "lemon_cell"
+"""Key of an agent cell's grant in the metadata of its ``execute_request``."""
+
+SESSION_FLAG = "--session-launch"
+"""Argument by which a session kernel knows that it is one (behaviour 6.5)."""
+
+IPYKERNEL_REQUIREMENT = "ipykernel>=7.4,<8"

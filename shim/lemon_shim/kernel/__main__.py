@@ -1,0 +1,33 @@
+"""Entry point: ``python -P -m lemon_shim.kernel -f FILE``, and what the staged folder runs."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+from lemon_shim.kernel import IPYKERNEL_REQUIREMENT, NO_IPYKERNEL_STATUS
+
+
+def main() -> None:
+    """Run the kernel; exit with ``NO_IPYKERNEL_STATUS`` where ipykernel is missing or too old."""
+    umask = os.umask(0o077)  # sockets and IPython's files are nobody else's business
+    try:
+        import ipykernel
+
+        usable = (7, 4) <= ipykernel.version_info[:2] < (8, 0)
+    except ImportError:
+        usable = False
+    if not usable:
+        command = f"{sys.executable} -m pip install '{IPYKERNEL_REQUIREMENT}'"
+        sys.stderr.write(f"the lemon kernel needs {IPYKERNEL_REQUIREMENT}: {command}\n")
+        raise SystemExit(NO_IPYKERNEL_STATUS)
+    from lemon_shim.kernel.app import LemonKernelApp
+
+    app = LemonKernelApp.instance()
+    app.initialize()
+    os.umask(umask)
+    app.start()
+
+
+if __name__ == "__main__":
+    main()
