@@ -470,9 +470,10 @@ _add(
     "get_event_loop",
     """
 import asyncio, warnings
-warnings.simplefilter("ignore")
 async def work(): return "done"
-print(asyncio.get_event_loop().run_until_complete(work()))
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    print(asyncio.get_event_loop().run_until_complete(work()))
 """,
 )
 _add(
@@ -654,6 +655,27 @@ if __name__ == "__main__":
 """,
 )
 _add(
+    "multiprocessing spawn of a library function",
+    """
+import multiprocessing, os
+if __name__ == "__main__":
+    p = multiprocessing.get_context("spawn").Process(target=os.write, args=(1, b"spawned\\n"))
+    p.start(); p.join()
+    print("exit", p.exitcode)
+""",
+)
+_add(
+    "multiprocessing spawn of the script's own function",
+    """
+import multiprocessing
+def shout(n): print("spawned", n)
+if __name__ == "__main__":
+    p = multiprocessing.get_context("spawn").Process(target=shout, args=(1,))
+    p.start(); p.join()
+    print("exit", p.exitcode)
+""",
+)
+_add(
     "os.fork",
     """
 import os
@@ -733,7 +755,7 @@ import subprocess
 try:
     subprocess.run(["sleep", "5"], timeout=0.1)
 except subprocess.TimeoutExpired as error:
-    print("timeout", error.timeout)
+    print("timeout", round(error.timeout, 1))
 """,
 )
 _add(
@@ -933,11 +955,12 @@ _add(
     "getpass",
     """
 import getpass, warnings
-warnings.simplefilter("ignore")
-try:
-    getpass.getpass()
-except Exception as error:
-    print("refused")
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    try:
+        getpass.getpass()
+    except Exception as error:
+        print("refused")
 """,
 )
 _add(
@@ -1115,8 +1138,15 @@ def documented(a, b=2):
     return a + b
 print(inspect.getsource(documented))
 print(inspect.signature(documented))
+""",
+)
+_add(
+    "inspect.getsource of a class",
+    """
+import inspect
 class Klass:
     def method(self): return 1
+print(inspect.getsource(Klass.method))
 print(inspect.getsource(Klass))
 """,
 )
@@ -1197,5 +1227,15 @@ _add(
 )
 _add("helper overwritten", "read = 5\nprint(read)")
 
-DIFFERENT: dict[str, str] = {}
-"""Script -> why the modes differ, in words for the documentation."""
+DIFFERENT: dict[str, tuple[str, str]] = {
+    "sys.exit message": ("the message is the last line of the output", "the message is in the headline"),
+    "multiprocessing spawn of the script's own function": (
+        "works: the child imports the staged script",
+        "the child ends with `AttributeError`: a cell is no file to import (use fork)",
+    ),
+    "inspect.getsource of a class": (
+        "the source",
+        "`OSError`: Python finds a class's source through its module's `__file__` (functions work)",
+    ),
+}
+"""Script -> what happens per call and in a session, in words for the documentation."""
