@@ -36,6 +36,18 @@ OK, FAILED, USAGE, REFUSED = 0, 1, 2, 3
 def launch(argv: list[str]) -> int:
     """Run the command that `argv` names and return the exit status."""
     logging.getLogger("lemon_kernel").addHandler(_to_stderr())
+    try:
+        status = _launch(argv)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # Whoever read our output has gone (`lemon-kernel config | head -1`); nothing is left to say.  The
+        # null device takes what the interpreter flushes at its exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return FAILED
+    return status
+
+
+def _launch(argv: list[str]) -> int:
     app = LemonApp.instance()
     try:
         app.initialize(argv)
@@ -46,11 +58,6 @@ def launch(argv: list[str]) -> int:
         return _complain(app, error, USAGE)
     except ExecuteCodeError as error:
         return _complain(app, error, REFUSED)
-    except BrokenPipeError:
-        # Whoever read our output has gone (`lemon-kernel config | head -1`); nothing is left to say.  The
-        # null device takes what the interpreter flushes at its exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return FAILED
     command = app.subapp
     return command.status if isinstance(command, Command) else OK
 
