@@ -451,8 +451,7 @@ class Dispatcher:
         finally:
             self._release(call)
             self._running -= 1
-            if self.open:
-                self._start_waiting()
+            self._start_waiting()
 
     def _task_ended(self, task: asyncio.Task[None]) -> None:
         call = self._tasks.pop(task)

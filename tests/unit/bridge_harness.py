@@ -191,7 +191,7 @@ class Bridge:
 
     async def settle(self) -> None:
         """Let everything run that can."""
-        for _ in range(12):
+        for _ in range(50):
             await asyncio.sleep(0)
 
     async def ask(self, tool: object = "read", params: object = None, **changes: object) -> Answer:
