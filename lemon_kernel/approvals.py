@@ -318,12 +318,12 @@ class ApprovalBroker:
                 return await answer if inspect.isawaitable(answer) else answer
             except asyncio.CancelledError:
                 raise
-            except BaseException as error:  # noqa: BLE001 - whatever it is, it must not end a loop
+            except BaseException as error:  # whatever it is, it must not end a loop
                 return error
 
         try:
             answer = await (tell() if caller is None else caller.call(tell))
-        except Exception as error:  # noqa: BLE001 - the caller's loop is gone
+        except Exception as error:  # the caller's loop is gone
             answer = error
         if isinstance(answer, BaseException):
             logger.error("the approval request function failed: %s", type(answer).__name__, exc_info=answer)

@@ -222,7 +222,7 @@ class Dispatcher:
             return
         try:
             self._receive(frame)
-        except BaseException as fault:  # noqa: BLE001
+        except BaseException as fault:
             self._contain(fault)
 
     def receive_oversized(self, head: bytes, size: int) -> None:
@@ -232,7 +232,7 @@ class Dispatcher:
         try:
             kind, frame_id = frame_head(head)
             self._refuse_unread(kind, frame_id)
-        except BaseException as fault:  # noqa: BLE001
+        except BaseException as fault:
             self._contain(fault)
 
     def end_calls(self) -> None:
@@ -374,7 +374,7 @@ class Dispatcher:
             entry = self._ledger.reserve(call_id)
             try:
                 self._claim(entry, message, frame)
-            except BaseException as fault:  # noqa: BLE001
+            except BaseException as fault:
                 self._recover(entry, fault)
 
     def _claim(self, entry: Entry, message: dict[str, object], frame: bytes) -> None:
@@ -419,7 +419,7 @@ class Dispatcher:
             entry, params = self._waiting.popleft()
             try:
                 self._start(entry, params)
-            except BaseException as fault:  # noqa: BLE001 - this entry's fault, not that of the one that made room
+            except BaseException as fault:  # this entry's fault, not that of the one that made room
                 self._recover(entry, fault)
 
     def _start(self, entry: Entry, params: dict[str, object]) -> None:
@@ -442,11 +442,11 @@ class Dispatcher:
             if self.open:  # not by close(), which settles what it cancels
                 self._recover(entry, death)
             raise
-        except Exception as fault:  # noqa: BLE001
+        except Exception as fault:
             if entry.answer is None:
                 entry.answer = Answer(entry.id, False, REQUEST_FAILED)
             self._recover(entry, fault)
-        except BaseException as fault:  # must not reach the loop: SystemExit would end it  # noqa: BLE001
+        except BaseException as fault:  # must not reach the loop: SystemExit would end it
             self._recover(entry, fault)
         finally:
             self._release(call)
@@ -475,7 +475,7 @@ class Dispatcher:
             if _is_being_cancelled():
                 raise
             return _Outcome(False, REQUEST_FAILED)
-        except Exception as error:  # noqa: BLE001
+        except Exception as error:
             return _Outcome(False, _message(error))
         except BaseException:
             logger.exception("helper %s tried to end its host", call.tool)
@@ -540,12 +540,12 @@ class Dispatcher:
     def _settle(self, entry: Entry) -> None:
         try:
             self._faults.settlement(entry.id)
-        except BaseException as fault:  # noqa: BLE001
+        except BaseException as fault:
             self._contain(fault)
         self._ledger.complete(entry)
         try:
             self._deliver(entry)
-        except BaseException as fault:  # noqa: BLE001
+        except BaseException as fault:
             self._contain(fault)
         self._ledger.settle(entry)
 
@@ -577,7 +577,7 @@ def _wrong_result(tool: str, result: object) -> NoReturn:
 def _message(error: Exception) -> str:
     try:
         return normalise_text(error) or type(error).__name__
-    except Exception:  # a __str__ that raises  # noqa: BLE001
+    except Exception:  # a __str__ that raises
         return type(error).__name__
 
 
