@@ -29,8 +29,7 @@ import os
 import re
 import stat
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import ClassVar, Generic, Literal, NoReturn, Self, TypeVar, cast
+from typing import ClassVar, Generic, Literal, NamedTuple, NoReturn, Self, TypeVar, cast
 
 from lemon_shim.wire import HELPERS
 from traitlets import TraitType
@@ -74,8 +73,7 @@ class Source(str):
         return self
 
 
-@dataclass(frozen=True)
-class Layer:
+class Layer(NamedTuple):
     """One source of settings: what each class's table holds there.
 
     `tables` maps class names to tables.  A table that is there and is no table of keys is kept as it is, so
@@ -94,14 +92,14 @@ class Layer:
         return Source(self.kind, self.name or self.kind)
 
 
-@dataclass
 class _Reading:
     """Where a raw value stands while its rule looks at it, and what the rule has to say about it."""
 
-    kind: SourceKind
-    cwd: str
-    home: str
-    complaints: list[str] = field(default_factory=list)
+    def __init__(self, kind: SourceKind, cwd: str, home: str) -> None:
+        self.kind = kind
+        self.cwd = cwd
+        self.home = home
+        self.complaints: list[str] = []
 
     @property
     def typed(self) -> bool:

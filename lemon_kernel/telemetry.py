@@ -30,8 +30,7 @@ import threading
 import types
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, Protocol, Self, cast, get_args
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol, Self, cast, get_args
 
 from lemon_shim.wire import HELPERS
 
@@ -112,8 +111,7 @@ RunOutcome = Literal[
 ]
 
 
-@dataclass(frozen=True)
-class Words:
+class Words(NamedTuple):
     """A closed set of metadata words and the one that stands for whatever is not in it."""
 
     allowed: tuple[str, ...]
@@ -139,8 +137,7 @@ def _words(literal: object, otherwise: str) -> Words:
     return Words(get_args(literal), otherwise)
 
 
-@dataclass(frozen=True)
-class EventSpec:
+class EventSpec(NamedTuple):
     """One event: what it measures, what it says, and its name among the observed life cycles, if any."""
 
     measurements: tuple[str, ...]
@@ -307,8 +304,7 @@ DROPPED_KEYS = frozenset({"token", "stdout", "stderr", "secret", "password", "pr
 Value = str | int | float | bool | None
 
 
-@dataclass(frozen=True)
-class Observation:
+class Observation(NamedTuple):
     """Something that was observed: its name and a payload without content."""
 
     name: str
