@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     from .result import ToolResult, ToolUpdate
     from .scope import AbortSignal, Owner, SessionScope
     from .session.registry import KernelRegistry
-    from .tool import ExecuteCode, find_tool, tools
+    from .tool import ExecuteCode
+    from .toolset import find_tool, tools
 
 _HOMES = {
     "ApprovalBroker": ".approvals",
@@ -37,8 +38,8 @@ _HOMES = {
     "SessionScope": ".scope",
     "KernelRegistry": ".session.registry",
     "ExecuteCode": ".tool",
-    "find_tool": ".tool",
-    "tools": ".tool",
+    "find_tool": ".toolset",
+    "tools": ".toolset",
 }
 
 __all__ = [
