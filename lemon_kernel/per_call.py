@@ -105,7 +105,7 @@ async def run_script(
             await _kill(child)
         carrier.drain()
         captured = output.finish()
-        exit_code = None if cut is not None else await child.wait()
+        exit_code = None if cut is not None else _as_shells_say(await child.wait())
         completed = True
         return RunEnd(exit_code, cut, captured)
     finally:
@@ -165,6 +165,11 @@ async def _end_of(child: ChildProcess, deadline: float, abort: AbortSignal) -> C
     if abort.aborted:
         return "cancelled"
     return "timeout" if loop.time() >= deadline else None
+
+
+def _as_shells_say(code: int) -> int:
+    """Return an exit status for people: 128 + n for a death by signal n (behaviour 2.7)."""
+    return code if code >= 0 else 128 - code
 
 
 async def _kill(child: ChildProcess) -> None:
