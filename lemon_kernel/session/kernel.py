@@ -13,9 +13,10 @@ which of two due events wins depends on the order of callbacks.
 What we do.  Nothing here waits.  Every decision is a plain function on the host loop that takes the kernel from
 one consistent state to the next (:mod:`.states`): a cell is submitted, sent, completed, due, abandoned; the
 kernel ends.  Each answer is one future per cell, set once.  Slow things (start, cell, escalation) are tasks
-whose completion calls one of these functions.  When a caller's fate is decided the order is always abort, then
-deadline, then completion (behaviour 2.5), whatever callback came first, because each function looks at all
-three.  The escalation goes on in the background when the caller has its answer already.
+whose completion calls one of these functions.  A caller's fate is decided in one place, :meth:`_decide`, one turn of
+the loop after whatever asked for it: so it sees everything that was due in that turn, and the order is always abort,
+then deadline, then completion (behaviour 2.5), whatever callback came first.  The escalation goes on in the
+background when the caller has his answer already.
 
 What can still fail.  A death that is not confirmed within the bound: the kernel becomes UNREACHABLE, the
 registry tries again.  A child that cleared its environment and left its group survives (behaviour 6.7).
@@ -58,6 +59,9 @@ LAST_OUTPUT_S = 0.2
 
 DEATH_NOTICE_S = 1.0
 """How long after the death of its process a cell may take to report it."""
+
+CLOCK_TICK_S = 1e-6
+"""asyncio may call a timer a tick of its clock early; the deadline counts as reached then."""
 
 NO_OUTPUT = CapturedOutput(text="", truncated=False, full_output_path=None)
 
@@ -137,7 +141,7 @@ class _Cell:
         """Return what has ended this call from outside: the abort first, then its deadline."""
         if self.abort.aborted:
             return Cause.ABORTED
-        if self.loop.time() >= self.deadline:
+        if self.loop.time() + CLOCK_TICK_S >= self.deadline:
             return Cause.TIMEOUT
         return None
 
@@ -251,10 +255,10 @@ class SessionKernel:
         self._advance()
 
     async def _watch(self, link: Link) -> None:
-        """Notice the process's death between cells; during one the cell itself reports it."""
+        """Notice the process's death between cells; during one the cell itself reports how it ended."""
         await link.dead.wait()
-        if self._running is not None and not self._running.done():
-            await asyncio.wait({self._running}, timeout=DEATH_NOTICE_S)
+        if self._active is not None:
+            await asyncio.wait({self._active.answer}, timeout=DEATH_NOTICE_S)
         self.end(Cause.KERNEL_DIED)
 
     def notice_death(self) -> None:
@@ -281,8 +285,8 @@ class SessionKernel:
         :class:`Unavailable` when the kernel failed to start.  Being cancelled counts as the caller's death.
         """
         cell = _Cell(script, owner, dispatcher, abort, deadline, max_output_bytes, max_queued_cells)
-        timer = self._loop.call_at(deadline, self._due, cell, Cause.TIMEOUT)
-        unsubscribe = abort.on_abort(lambda: soon(self._loop, lambda: self._due(cell, Cause.ABORTED)))
+        timer = self._loop.call_at(deadline, self._loop.call_soon, self._decide, cell)
+        unsubscribe = abort.on_abort(lambda: soon(self._loop, lambda: self._decide(cell)))
         try:
             self._submit(cell)
             return await cell.answer
@@ -347,48 +351,50 @@ class SessionKernel:
                 cell.script, number=cell.number, dispatcher=cell.dispatcher, capture=cell.capture
             )
         )
-        self._running.add_done_callback(lambda task: self._completed(cell, task))
+        self._running.add_done_callback(lambda task: self._reported(cell, task))
 
-    def _completed(self, cell: _Cell, task: asyncio.Task[CellReply]) -> None:
-        """The reply is there, or there will be none; abort and deadline come first all the same."""
-        error = None if task.cancelled() else task.exception()
-        if self._active is not cell:
-            return  # lost before; whoever lost it answers it
-        cause = cell.due()
-        if cause is None and (task.cancelled() or error is not None):
-            cause = _cause_of(error)
-        if cause is not None:
-            self.end(cause)
+    def _reported(self, cell: _Cell, task: asyncio.Task[CellReply]) -> None:
+        if not task.cancelled():
+            task.exception()  # seen, also where nobody asks any more
+        self._loop.call_soon(self._decide, cell)
+
+    def _decide(self, cell: _Cell) -> None:
+        """Look at a cell that may have met its fate: its abort first, then its deadline, then its reply.
+
+        A queued cell leaves and disturbs nobody, an active one takes the kernel with it (behaviour 6.6, 6.7).
+        """
+        due = cell.due()
+        if cell in self._queue:
+            if due is not None:
+                self._queue.remove(cell)
+                cell.leave(ENDINGS[due].active)
+        elif cell is self._active and self._running is not None:
+            if due is not None:
+                self.end(due)
+            elif self._running.done():
+                self._complete(cell, self._running)
+
+    def _complete(self, cell: _Cell, task: asyncio.Task[CellReply]) -> None:
+        error = asyncio.CancelledError() if task.cancelled() else task.exception()
+        if error is not None:
+            self.end(_cause_of(error))
             return
         reply = task.result()
         self._active = None
         self._life.tell(Event.CELL_ENDED)
-        self._answer(
-            cell,
-            CellEnd(
-                None if reply.ok else "exception",
-                reply.name,
-                reply.message,
-                cell.last_output(),
-                kernel_reused=cell.number > 1,
-                state_retained=True,
-            ),
-            "ok" if reply.ok else "exception",
+        end = CellEnd(
+            None if reply.ok else "exception",
+            reply.name,
+            reply.message,
+            cell.last_output(),
+            kernel_reused=cell.number > 1,
+            state_retained=True,
         )
+        self._answer(cell, end, "ok" if reply.ok else "exception")
         self._advance()
 
-    def _due(self, cell: _Cell, cause: Cause) -> None:
-        """A cell's deadline or abort is due: a queued cell leaves, an active one is lost (behaviour 6.6, 6.7)."""
-        if cell.abort.aborted:
-            cause = Cause.ABORTED
-        if cell is self._active:
-            self.end(cause)
-        elif cell in self._queue:
-            self._queue.remove(cell)
-            cell.leave(ENDINGS[cause].active)
-
     def _abandon(self, cell: _Cell) -> None:
-        """Its caller is dead: as :meth:`_due`, but nobody hears the answer."""
+        """Its caller is dead: as if aborted, but nobody hears the answer."""
         if cell is self._active:
             self.end(Cause.CALLER_EXIT)
         elif cell in self._queue:
@@ -505,8 +511,8 @@ class SessionKernel:
         return self._life.phase is Phase.GONE
 
 
-def _cause_of(error: BaseException | None) -> Cause:
-    """Return what a cell without a reply means; None is a cell that was cancelled by nobody we know."""
+def _cause_of(error: BaseException) -> Cause:
+    """Return what it means for the kernel that a cell ended with `error` instead of a reply."""
     if isinstance(error, KernelDied):
         return Cause.KERNEL_DIED
     if isinstance(error, ProtocolFault):

@@ -281,8 +281,9 @@ def test_a_dead_idle_kernel_is_replaced_in_the_same_call() -> None:
         owner = Owner()
         await desk.finished(owner)
         desk.links[0].dead.set()
-        assert not (await desk.finished(owner, settings=cap(1))).kernel_reused
-        assert len(desk.links) == 2
+        lease = await desk.registry.acquire(Key("k"), owner, cap(1))  # type: ignore[arg-type]
+        assert desk.phases() == {"starting": 1, "stopping": 1}
+        lease.release()
 
     with_desk(main)
 
@@ -399,6 +400,12 @@ def test_a_fork_dies_with_its_owner() -> None:
         b.close()
         await until(lambda: desk.phases() == {"idle": 1})
         assert desk.registry.snapshot()["forked_owners"] == 0
+
+        c = Owner()
+        await desk.registry.reset(Key("k"), c)  # type: ignore[arg-type]
+        assert desk.registry.snapshot()["forked_owners"] == 1
+        c.close()
+        await until(lambda: desk.registry.snapshot()["forked_owners"] == 0)
 
     with_desk(main)
 
@@ -529,7 +536,9 @@ def test_dead_kernels_make_room_without_an_eviction() -> None:
         await desk.finished(owner, key="a", settings=cap(2))
         await desk.finished(owner, key="b", settings=cap(2))
         desk.links[1].dead.set()
-        await desk.finished(owner, key="c", settings=cap(2))
+        lease = await desk.registry.acquire(Key("c"), owner, cap(2))  # type: ignore[arg-type]
+        assert desk.phases() == {"starting": 1, "idle": 1, "stopping": 1}
+        lease.release()
         assert (await desk.finished(owner, key="a")).kernel_reused
 
     with_desk(main)
@@ -615,7 +624,7 @@ def test_a_leased_kernel_is_not_reaped() -> None:
 def test_reap_and_stop_events() -> None:
     """A reap is followed by its stop; what was quarantined and got rid of as well (behaviour 9.1)."""
     seen: list[tuple[str, object]] = []
-    answers = [False]
+    answers = [False, True]
 
     async def stopper(end: Callable[[], Awaitable[bool]]) -> bool:
         return answers.pop() if answers else await end()
@@ -625,6 +634,8 @@ def test_reap_and_stop_events() -> None:
         await desk.finished(owner, settings=cap(9, idle_ms=1))
         desk.clock.now_s += 1
         await desk.registry.reap()
+        assert (await desk.call(owner, timeout_s=0.03)).reason == "timeout"
+        await until(lambda: desk.phases() == {"unreachable": 1})
         await desk.registry.reap()
 
     unlisten = telemetry.listen(
@@ -639,6 +650,8 @@ def test_reap_and_stop_events() -> None:
         ("session.start", None),
         ("session.reap", "idle"),
         ("session.stop", "shutdown"),
+        ("session.start", None),
+        ("session.crash", "cancellation_escalation"),
         ("session.reap", "unreachable"),
         ("session.stop", "shutdown"),
     ]

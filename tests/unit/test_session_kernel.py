@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from collections.abc import Awaitable, Callable
 
 import pytest
@@ -11,7 +12,7 @@ from lemon_kernel import telemetry
 from lemon_kernel.scope import AbortSignal, Owner
 from lemon_kernel.session import kernel as session_kernel
 from lemon_kernel.session.kernel import CellEnd, SessionKernel
-from lemon_kernel.session.link import CellReply, ProtocolFault
+from lemon_kernel.session.link import CellReply, ProtocolFault, StartupError
 from lemon_kernel.session.registry import KernelSettings
 from lemon_kernel.session.states import TRANSITIONS, Cause, Event, Phase, Unavailable
 
@@ -19,9 +20,12 @@ from .fake_link import NO_DISPATCHER, OK, Desk, FakeLink, on_host, until
 
 
 def with_desk(main: Callable[[Desk], Awaitable[None]], **seams: object) -> None:
-    """Run `main` with a registry over doubles, on the host loop, and close that registry."""
+    """Run `main` with a registry over doubles, on the host loop; close it; no task may have failed unseen."""
 
     async def run() -> None:
+        unseen: list[dict[str, object]] = []
+        loop = asyncio.get_running_loop()
+        loop.set_exception_handler(lambda _, context: unseen.append(context))
         desk = Desk(**seams)
         try:
             await main(desk)
@@ -32,6 +36,11 @@ def with_desk(main: Callable[[Desk], Awaitable[None]], **seams: object) -> None:
                 if link.deaf is not None:
                     link.deaf.set()
             await desk.registry.aclose()
+            del desk
+            await asyncio.sleep(0)
+            gc.collect()
+            loop.set_exception_handler(None)
+        assert not unseen
 
     on_host(run)
 
@@ -106,7 +115,7 @@ class Stage:
             case Event.STARTED:
                 self.start_gate.set()
             case Event.START_FAILED:
-                self.start_error = session_kernel.StartupError("no")
+                self.start_error = StartupError("no")
                 self.start_gate.set()
             case Event.CELL_SENT:
                 self.submit()
@@ -222,6 +231,21 @@ def test_a_crash_discards_the_kernel_and_keeps_the_output() -> None:
     with_desk(main)
 
 
+def test_a_cell_that_ended_before_the_kernel_died_is_a_success() -> None:
+    """A reply that is in when the process's death is noticed counts; the kernel is gone all the same."""
+
+    async def main(desk: Desk) -> None:
+        owner = Owner()
+        call = desk.begin(owner)
+        link = await desk.link()
+        (await link.running()).reply.set_result(OK)
+        link.dead.set()
+        assert (await call).reason is None
+        assert not (await desk.finished(owner)).kernel_reused
+
+    with_desk(main)
+
+
 @pytest.mark.parametrize(
     ("error", "reason"), [(ProtocolFault("x"), "protocol_fault"), (OSError("x"), "internal_error")]
 )
@@ -325,10 +349,8 @@ def test_abort_beats_deadline(order: str) -> None:
         abort = AbortSignal()
         call = desk.begin(Owner(), abort=abort, timeout_s=0.05)
         await (await desk.link()).running()
-        if order == "abort first":
-            loop.call_later(0.02, abort.abort)
-        else:
-            loop.call_later(0.04, lambda: (_block(loop, 0.03), abort.abort()))
+        loop.call_later(0.03 if order == "abort first" else 0.06, abort.abort)
+        _block(loop, 0.08)
         assert (await call).reason == "cancelled"
 
     with_desk(main)
@@ -340,33 +362,58 @@ def _block(loop: asyncio.AbstractEventLoop, seconds: float) -> None:
         pass
 
 
-def test_an_expired_deadline_beats_a_completed_cell() -> None:
-    """A reply in the very turn of the deadline counts as late, and the kernel is discarded (behaviour 2.5)."""
+def _in_turns(turns: int, callback: Callable[[], object]) -> None:
+    """Call `callback` at the end of the loop's turn after `turns` others."""
+    loop = asyncio.get_running_loop()
+    if turns == 0:
+        callback()
+    else:
+        loop.call_soon(_in_turns, turns - 1, callback)
+
+
+@pytest.mark.parametrize("turns", range(4))
+@pytest.mark.parametrize("way", ["abort", "deadline"])
+def test_abort_and_deadline_beat_a_completed_cell(way: str, turns: int) -> None:
+    """Once its reply is in, a cell is still lost until its fate is decided: it is late then, or not wanted.
+
+    Whatever turn of the loop it is, the answer and the kernel's fate agree (behaviour 2.5).
+    """
 
     async def main(desk: Desk) -> None:
         loop = asyncio.get_running_loop()
-        call = desk.begin(Owner(), timeout_s=0.05)
+        abort = AbortSignal()
+        call = desk.begin(Owner(), abort=abort, timeout_s=0.1 if way == "deadline" else 30)
         link = await desk.link()
         cell = await link.running()
         cell.reply.set_result(OK)
-        _block(loop, 0.06)
+        _in_turns(turns, abort.abort if way == "abort" else lambda: _block(loop, 0.15))
         end = await call
-        assert (end.reason, end.state_retained) == ("timeout", False)
-        assert link.cancels == 1
+        if turns < 3:  # the reply wakes the task, which reports, which asks for the decision
+            assert end.reason == ("cancelled" if way == "abort" else "timeout")
+        assert end.state_retained == (end.reason is None)
+        assert link.cancels == (0 if end.state_retained else 1)
 
     with_desk(main)
 
 
-def test_an_abort_beats_a_completed_cell() -> None:
-    """A reply in the turn of the abort is not looked at any more."""
+@pytest.mark.parametrize("turns", range(5))
+def test_a_late_queued_cell_is_never_sent(turns: int) -> None:
+    """A queued cell whose deadline passes in the very turn in which its turn comes is not sent."""
 
     async def main(desk: Desk) -> None:
-        abort = AbortSignal()
-        call = desk.begin(Owner(), abort=abort)
-        cell = await (await desk.link()).running()
+        loop, owner = asyncio.get_running_loop(), Owner()
+        first = desk.begin(owner, "first")
+        link = await desk.link()
+        cell = await link.running()
+        second = desk.begin(owner, "second", timeout_s=0.1)
+        await until(lambda: desk.registry.snapshot()["inflight_cells"] == 2)
         cell.reply.set_result(OK)
-        abort.abort()
-        assert (await call).reason == "cancelled"
+        _in_turns(turns, lambda: _block(loop, 0.15))
+        assert (await first).reason is None
+        assert (await second).reason == "timeout"
+        if turns < 3:
+            assert [c.code for c in link.cells] == ["first"]
+            assert desk.phases() == {"idle": 1}
 
     with_desk(main)
 
@@ -439,6 +486,23 @@ def test_a_queued_caller_just_leaves(way: str) -> None:
         (await link.running(2)).reply.set_result(OK)
         assert (await third).reason is None
         assert [c.code for c in link.cells] == ["first", "third"]
+
+    with_desk(main)
+
+
+def test_a_queued_caller_who_left_in_the_turn_of_the_kernels_end() -> None:
+    """His own abort comes first, then what happened to the kernel."""
+
+    async def main(desk: Desk) -> None:
+        owner, abort = Owner(), AbortSignal()
+        first = desk.begin(owner)
+        await (await desk.link()).running()
+        second = desk.begin(owner, abort=abort)
+        await until(lambda: desk.registry.snapshot()["inflight_cells"] == 2)
+        abort.abort()
+        await desk.registry.detach(owner)
+        assert (await first).reason == "shutting_down"
+        assert (await second).reason == "cancelled"
 
     with_desk(main)
 
@@ -591,6 +655,33 @@ def test_leaving_during_the_start(way: str) -> None:
         assert desk.start.begun == 1
 
     with_desk(main)
+
+
+def test_a_start_that_cannot_be_stopped_is_ended_when_it_is_over() -> None:
+    """A link that comes out of a start although that was cancelled is ended before its kernel counts as gone."""
+
+    async def main(desk: Desk) -> None:
+        owner = Owner()
+        call = desk.begin(owner)
+        await begun.wait()
+        owner.close()
+        assert (await call).reason == "kernel_discarded"
+        assert desk.phases() == {"stopping": 1}
+        over.set()
+        await until(lambda: not desk.phases())
+        assert link.stops == 1
+
+    async def stubborn(**_: object) -> FakeLink:
+        begun.set()
+        while not over.is_set():
+            try:
+                await over.wait()
+            except asyncio.CancelledError:
+                pass
+        return link
+
+    begun, over, link = asyncio.Event(), asyncio.Event(), FakeLink()
+    with_desk(main, start=stubborn)
 
 
 # -- an end that does not go well -----------------------------------------------------------------------------
