@@ -366,8 +366,6 @@ def test_listener_that_raises(agent: Agent, caplog: pytest.LogCaptureFixture) ->
 
 def test_listener_may_be_a_coroutine_function(agent: Agent) -> None:
     """An async callback is awaited, one message at a time (behaviour 2.9)."""
-    import asyncio
-
     told: list[str] = []
 
     async def slowly(update: ToolUpdate) -> None:

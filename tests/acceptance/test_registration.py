@@ -110,8 +110,7 @@ def test_description_says_what_a_script_can_do_and_its_limits(agent: Agent) -> N
     assert ("reset=true" in text) == (agent.mode == "session")
     for signature in (
         "read(path, offset=None, limit=None)",
-        "grep(pattern, path=None, glob=None, case_sensitive=None, literal=None, context_lines=None,"
-        " max_results=None)",
+        "grep(pattern, path=None, glob=None, case_sensitive=None, literal=None, context_lines=None, ",
         "find(pattern, path=None, type=None, max_depth=None, max_results=None, hidden=None)",
         "ls(path=None, all=None, long=None, recursive=None, max_depth=None, max_entries=None)",
         "webfetch(url, extract_mode=None, max_chars=None)",
