@@ -36,6 +36,18 @@ PAGE = """<html><head><title>A  page</title></head><body><article><h1>Heading</h
 <p>The second paragraph has enough words to count as the main content of this page as well.</p>
 </article></body></html>"""
 
+KEYS = (
+    "url finalUrl status contentType title extractMode extractor truncated length rawLength wrappedLength"
+    " fetchedAt tookMs text trustMetadata"
+)
+PRIVATE_HOSTS = (
+    "127.0.0.1 10.0.0.1 172.16.0.1 192.168.1.1 169.254.1.1 100.64.0.1 0.0.0.0 [::1] [::] [fc00::1] [fe80::1]"
+    " [fe80::1%25eth0] [fec0::1] [ff02::1] [::ffff:10.0.0.1] [64:ff9b::a00:1] [2002:a00:1::] [::10.0.0.1]"
+    " [::ffff:0:10.0.0.1] [64:ff9b:1::1] 198.18.0.1 240.0.0.1 224.0.0.1 255.255.255.255 0177.0.0.1 0x7f.0.0.1"
+    " 2130706433 127.1 0x7f000001 017700000001 10.1 192.168.257 127.0.0.1. １２７.０.０.１ 127。0。0。1"
+    " 127%2e0.0.1 user@127.0.0.1 a.com%40@127.0.0.1 ⑩.0.0.1"
+)
+
 Answer = tuple[int, dict[str, str], bytes]
 
 
@@ -168,10 +180,7 @@ def test_the_payload(web: Web) -> None:
     answer = json.loads(raw)
 
     assert raw == json.dumps(answer, ensure_ascii=False, separators=(",", ":"))
-    assert sorted(answer) == sorted(
-        "url finalUrl status contentType title extractMode extractor truncated length rawLength "
-        "wrappedLength fetchedAt tookMs text trustMetadata".split()  # noqa: SIM905
-    )
+    assert sorted(answer) == sorted(KEYS.split())
     assert answer["url"] == answer["finalUrl"] == "http://Example.com/a?q=1"
     assert (answer["status"], answer["contentType"]) == (200, "text/html")
     assert answer["title"] == wrap_external("A page", warning=False)
@@ -236,11 +245,7 @@ def test_local_names(web: Web) -> None:
 @pytest.mark.case(112)
 @pytest.mark.parametrize(
     "host",
-    "127.0.0.1 10.0.0.1 172.16.0.1 192.168.1.1 169.254.1.1 100.64.0.1 0.0.0.0 [::1] [::] [fc00::1] [fe80::1]"
-    " [fe80::1%25eth0] [fec0::1] [ff02::1] [::ffff:10.0.0.1] [64:ff9b::a00:1] [2002:a00:1::] [::10.0.0.1]"
-    " [::ffff:0:10.0.0.1] [64:ff9b:1::1] 198.18.0.1 240.0.0.1 224.0.0.1 255.255.255.255 0177.0.0.1 0x7f.0.0.1"
-    " 2130706433 127.1 0x7f000001 017700000001 10.1 192.168.257 127.0.0.1. １２７.０.０.１ 127。0。0。1"
-    " 127%2e0.0.1 user@127.0.0.1 a.com%40@127.0.0.1 ⑩.0.0.1".split(),  # noqa: SIM905
+    PRIVATE_HOSTS.split(),
 )
 def test_private_addresses(web: Web, host: str) -> None:
     """Private addresses in any spelling are blocked before any connection."""
