@@ -10,7 +10,7 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import TypeVar
+from typing import Self, TypeVar
 
 from lemon_kernel.bridge.dispatch import Call, Dispatcher, Limits, Stats
 from lemon_kernel.helpers.base import HelperContext, HelperResult
@@ -102,7 +102,7 @@ class Kernel:
         stats = await dispatcher.close(killed=reply is None)
         return Ran(reply, error, capture.finish().text, dispatcher.text_blocks, stats, notes)
 
-    def __enter__(self) -> Kernel:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(

@@ -105,7 +105,7 @@ class _Channel:
             self.pump_soon()
 
     def pump_soon(self) -> None:
-        if self._socket.get(zmq.EVENTS) & zmq.POLLIN:
+        if int(self._socket.get(zmq.EVENTS)) & zmq.POLLIN:
             self._loop.call_soon(self.pump)
 
     def pump(self) -> None:
@@ -250,7 +250,9 @@ class KernelLink:
             if isinstance(
                 error, (OSError, StagingError, KernelDied, ProtocolFault, TimeoutError, zmq.ZMQError)
             ):
-                raise StartupError(f"the kernel did not start: {error or type(error).__name__}") from error
+                raise StartupError(
+                    f"the kernel did not start: {str(error) or type(error).__name__}"
+                ) from error
             raise
         return link
 
@@ -319,7 +321,7 @@ class KernelLink:
             )
             manager = AsyncKernelManager(kernel_name="lemon", autorestart=False)
             manager._kernel_spec = spec
-            manager._connect_control_socket = lambda: None  # this link has its own
+            manager._connect_control_socket = _none  # type: ignore[method-assign]  # this link has its own
             provisioner = LemonProvisioner(
                 kernel_id=secrets.token_hex(16), kernel_spec=spec, parent=manager, interpreter=interpreter
             )
@@ -360,10 +362,12 @@ class KernelLink:
             socket.curve_publickey, socket.curve_secretkey = zmq.curve_keypair()
         return _Channel(socket, manager._make_url(name), receive)
 
-    async def _or_death(self, ready: asyncio.Future[list[object]]) -> list[object]:
+    async def _or_death(self, ready: asyncio.Future[tuple[object, object]]) -> tuple[object, object]:
+        """Return the result of `ready`; raise KernelDied if the process ends first."""
         death = self._loop.create_task(self.dead.wait())
+        first: set[asyncio.Future[object]] = {ready, death}  # type: ignore[arg-type]
         try:
-            await asyncio.wait({ready, death}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(first, return_when=asyncio.FIRST_COMPLETED)
             if not ready.done():
                 raise KernelDied("its process ended")
             return ready.result()
@@ -450,8 +454,10 @@ class KernelLink:
 
     async def _watch(self) -> None:
         """Note the death of the process and fail whatever waits for it."""
-        assert self._provisioner is not None and self._provisioner.process is not None
-        await self._provisioner.process.wait()
+        provisioner = self._provisioner
+        assert provisioner is not None
+        assert provisioner.process is not None
+        await provisioner.process.wait()
         for channel in (self._iopub, self._shell, self._control):
             if channel is not None:
                 channel.pump()  # what it said before it died counts
@@ -486,6 +492,10 @@ class KernelLink:
         if self._pipe is not None:
             self._pipe.close()
         return True
+
+
+def _none() -> None:
+    """Do nothing."""
 
 
 def _succeeded(task: asyncio.Task[bool]) -> bool:

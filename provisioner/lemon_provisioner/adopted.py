@@ -65,6 +65,17 @@ class AdoptedProcess:
         self._pidfd = None
         return LOST_STATUS
 
+    async def escalate(self, grace_s: float = 1.0) -> bool:
+        """Stop the group with SIGINT, SIGTERM and SIGKILL, `grace_s` each; return whether it is dead."""
+        for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGKILL):
+            self.signal_group(signum)
+            try:
+                await asyncio.wait_for(self.wait(), grace_s)
+            except TimeoutError:
+                continue
+            break
+        return self.finish() is not None
+
     def _readable(self, timeout_s: float) -> bool:
         assert self._pidfd is not None
         poll = select.poll()

@@ -33,7 +33,7 @@ from lemon_shim import api
 
 sys.modules[__name__] = api
 '''
-_MODULES = ("__init__", "wire", "api", "message", "generations")
+_MODULES = ("__init__", "wire", "api", "pipe", "script", "message", "generations")
 
 
 def stage_shim(workspace: str) -> str:

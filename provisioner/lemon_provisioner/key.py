@@ -59,9 +59,9 @@ def kernel_key(
     The ids must be non-blank strings and are kept verbatim.  `cwd` is expanded and must be an existing folder;
     two spellings of one folder give one key.  Order and duplicates of `helpers` do not matter.
     """
-    if not isinstance(session_id, str) or not session_id.strip():
+    if not _is_name(session_id):
         raise InvalidKey("invalid_session_id")
-    if not isinstance(agent_id, str) or not agent_id.strip():
+    if not _is_name(agent_id):
         raise InvalidKey("invalid_agent_id")
     folder = os.path.realpath(os.path.expanduser(cwd))
     if not os.path.exists(folder):
@@ -85,6 +85,10 @@ def kernel_key(
         str(PROTOCOL_VERSION),
     )
     return KernelKey(digest, folder, launched, ordered)
+
+
+def _is_name(value: object) -> bool:
+    return isinstance(value, str) and bool(value.strip())
 
 
 def environment_prefix(interpreter: str) -> str:

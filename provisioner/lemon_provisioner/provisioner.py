@@ -78,9 +78,10 @@ class _Process(Protocol):
     async def wait(self) -> int: ...
     def signal_group(self, signum: int) -> bool: ...
     def finish(self) -> int | None: ...
+    async def escalate(self, grace_s: float = 1.0) -> bool: ...
 
 
-class LemonProvisioner(KernelProvisionerBase):  # type: ignore[misc]
+class LemonProvisioner(KernelProvisionerBase):
     """Provisions kernels of the ``lemon`` kernelspec, and session kernels of ``execute_code``."""
 
     interpreter = Unicode(
@@ -208,7 +209,7 @@ class LemonProvisioner(KernelProvisionerBase):  # type: ignore[misc]
 
     async def load_provisioner_info(self, provisioner_info: dict[str, Any]) -> None:
         """Take over a kernel from what :meth:`get_provisioner_info` said; it can then be polled and stopped."""
-        info = dict(provisioner_info["connection_info"])
+        info: Any = dict(provisioner_info["connection_info"])
         for name in ("key", "curve_publickey", "curve_secretkey"):
             if isinstance(info.get(name), str):
                 info[name] = info[name].encode("ascii")

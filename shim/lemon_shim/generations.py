@@ -91,4 +91,4 @@ def install() -> None:
         setattr(self, _TAG, _own() or _open)
         original(self, *args, **kwargs)  # type: ignore[arg-type]
 
-    threading.Thread.__init__ = tagging  # type: ignore[method-assign,assignment]
+    threading.Thread.__init__ = tagging  # type: ignore[method-assign]

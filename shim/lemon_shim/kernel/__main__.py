@@ -14,7 +14,7 @@ def main() -> None:
     try:
         import ipykernel
 
-        usable = (7, 4) <= ipykernel.version_info[:2] < (8, 0)
+        usable = (7, 4) <= ipykernel.version_info[:2] < (8, 0)  # type: ignore[attr-defined]
     except ImportError:
         usable = False
     if not usable:

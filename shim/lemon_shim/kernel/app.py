@@ -47,7 +47,7 @@ def _unpack(data: bytes | str) -> object:
 class LemonKernelApp(IPKernelApp):
     """ipykernel's application; its name stays, so that the user's ``ipython_kernel_config`` applies."""
 
-    kernel_class = Type(LemonKernel, klass="ipykernel.kernelbase.Kernel").tag(config=True)
+    kernel_class: Any = Type(LemonKernel, klass="ipykernel.kernelbase.Kernel").tag(config=True)
     session_launch = Bool(False, help="Set by our own host: private, quiet, no start-up files.").tag(
         config=True
     )
@@ -100,14 +100,17 @@ class LemonKernelApp(IPKernelApp):
             super().init_profile_dir()
             return
         folder = os.path.join(os.path.dirname(os.path.abspath(self.connection_file)), "ipython")
+        path = list(sys.path)
         self.ipython_dir = folder
+        # IPython puts it on sys.path, and takes the former one off: "", which it reads as the current folder
+        sys.path[:] = path
         self.profile_dir = ProfileDir.create_profile_dir(os.path.join(folder, "profile_default"), self.config)
 
     def init_config_files(self) -> None:
         if not self.session_launch:
             super().init_config_files()
 
-    def load_config_file(self, suppress_errors: bool = True) -> None:
+    def load_config_file(self, suppress_errors: bool = True) -> None:  # type: ignore[override]
         if not self.session_launch:
             super().load_config_file(suppress_errors)
 

@@ -133,7 +133,7 @@ class CellRunner:
         self._streams.flush()
         try:
             _fflush(None)  # what C libraries printed would surface in a later cell
-        except BaseException:
+        except BaseException:  # noqa: S110
             pass
 
     def _restore(self, kernel_loop: asyncio.AbstractEventLoop) -> None:
@@ -157,7 +157,7 @@ class CellRunner:
 def _quietly(step: Callable[[], object]) -> None:
     try:
         step()
-    except BaseException:
+    except BaseException:  # noqa: S110
         pass
 
 
@@ -188,7 +188,8 @@ def _traceback(error: BaseException) -> str:
     """Return the traceback of `error` and its causes without frames of ours, of IPython or of ipykernel."""
     try:
         report = _TracebackException(type(error), error, error.__traceback__, compact=True)
-        pending, seen = [report], set()
+        pending: list[traceback.TracebackException | None] = [report]
+        seen: set[int] = set()
         while pending:
             part = pending.pop()
             if part is None or id(part) in seen:

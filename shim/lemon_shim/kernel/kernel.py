@@ -34,6 +34,7 @@ from lemon_shim.kernel.cells import CellRunner
 from lemon_shim.kernel.debugger import LazyDebugger, stand_in
 from lemon_shim.kernel.interrupts import arm, disarm
 from lemon_shim.message import Message, Signer, decode, encode
+from lemon_shim.wire import CHANNELS, HELPERS
 
 if TYPE_CHECKING:
     from lemon_shim.kernel.streams import CellStreams
@@ -158,7 +159,7 @@ class LemonKernel(IPythonKernel):
         async with self._main_asyncio_lock:
             done = asyncio.get_running_loop().create_future()
             self._pending = _AgentRequest(message, done)
-            self.io_loop.asyncio_loop.stop()
+            asyncio.get_running_loop().stop()
             await done
 
     def _agent_message(self, frames: list[zmq.Frame]) -> Message | None:
@@ -169,20 +170,20 @@ class LemonKernel(IPythonKernel):
     def _run_agent_cell(self, request: _AgentRequest) -> None:
         """Run one agent cell and send its reply; nothing the cell does can keep the reply from being sent."""
         message = request.message
-        loop = self.io_loop.asyncio_loop
+        loop = self.io_loop.asyncio_loop  # type: ignore[attr-defined]
         self._status(b'{"execution_state":"busy"}', message)
         number = 0
         try:
             grant = decode(message.metadata)[GRANT_METADATA]
-            number = int(grant["number"])  # type: ignore[index,call-overload]
+            number = int(grant["number"])  # type: ignore[index]
             code = str(decode(message.content)["code"])
             self._enter_agent_cell()
             generations.begin()
             self._carrier.begin_cell(
-                grant["cell"],  # type: ignore[index,call-overload]
-                grant["token"],  # type: ignore[index,call-overload]
-                grant["max_text_bytes"],  # type: ignore[index,call-overload]
-                grant["helpers"],  # type: ignore[index,call-overload]
+                grant["cell"],  # type: ignore[index]
+                grant["token"],  # type: ignore[index]
+                grant["max_text_bytes"],  # type: ignore[index]
+                grant["helpers"],  # type: ignore[index]
                 message.header,
             )
         except (KeyError, TypeError, ValueError) as error:
@@ -236,7 +237,7 @@ class LemonKernel(IPythonKernel):
         return self.session.pack(self.get_parent("shell").get("header", {}))  # type: ignore[no-any-return]
 
     def _offer_helpers(self) -> None:
-        names = {name: getattr(api, name) for name in (*api.HELPERS, *api.CHANNELS, "ToolError")}
+        names = {name: getattr(api, name) for name in (*HELPERS, *CHANNELS, "ToolError")}
         self.shell.user_ns.update(names)
         self.shell.user_ns_hidden.update(names)
 

@@ -18,59 +18,26 @@ import sys
 from _thread import get_ident
 
 from lemon_shim import generations
-from lemon_shim.wire import INPUT_UNSUPPORTED
+from lemon_shim.script import NoInput
 
-__all__ = ["CellStreams", "UnsupportedInput"]
+__all__ = ["CellStreams"]
 
-_main = get_ident
 _SAFE_FD = 200  # out of reach of scripts that close a handful of descriptors
 _dup2 = os.dup2
 _fstat = os.fstat
+_ident = get_ident
+_MAIN = get_ident()
 _stale = generations.is_stale
-
-
-class UnsupportedInput(RuntimeError):
-    """A script read standard input; there is nobody to answer."""
-
-
-class _NoInput(io.TextIOBase):
-    """Standard input of agent cells: every read says why it cannot work."""
-
-    name = "<stdin>"
-    mode = "r"
-    encoding = "utf-8"  # type: ignore[assignment]
-
-    def _refuse(self, *_: object) -> str:
-        raise UnsupportedInput(INPUT_UNSUPPORTED)
-
-    read = readline = readlines = __next__ = __iter__ = _refuse  # type: ignore[assignment]
-
-    @property
-    def buffer(self) -> _NoInput:
-        return self
-
-    def readable(self) -> bool:
-        return True
-
-    def fileno(self) -> int:
-        return 0
-
-    def isatty(self) -> bool:
-        return False
-
-    def close(self) -> None:
-        """Do nothing: ``exit()`` closes standard input, and the kernel lives on."""
+_write = io.TextIOWrapper.write
 
 
 class _CellStream(io.TextIOWrapper):
     """A text stream on descriptor 1 or 2 that drops what threads of finished cells write."""
 
-    def write(
-        self, text: str, /, _main: int = get_ident(), _ident=get_ident, _write=io.TextIOWrapper.write
-    ) -> int:  # type: ignore[no-untyped-def,override]
-        if _ident() != _main and _stale():
+    def write(self, text: str, /) -> int:
+        if _ident() != _MAIN and _stale():
             return len(text)
-        return _write(self, text)  # type: ignore[no-any-return]
+        return _write(self, text)
 
 
 def _open(descriptor: int) -> _CellStream:
@@ -91,21 +58,21 @@ class CellStreams:
         self._identity = (status.st_dev, status.st_ino)
         self.stdout = _open(1)
         self.stderr = _open(2)
-        self.stdin = _NoInput()
+        self.stdin = NoInput()
         sys.__stdout__ = self.stdout  # type: ignore[misc]
         sys.__stderr__ = self.stderr  # type: ignore[misc]
         sys.__stdin__ = self.stdin  # type: ignore[misc,assignment]
 
     def install(self) -> None:
         """Make these the interpreter's standard streams."""
-        sys.stdout, sys.stderr, sys.stdin = self.stdout, self.stderr, self.stdin  # type: ignore[assignment]
+        sys.stdout, sys.stderr, sys.stdin = self.stdout, self.stderr, self.stdin
 
     def flush(self) -> None:
         """Write out what the cell left in buffers: its own streams' if it replaced ours, then ours."""
         for stream in (sys.stdout, sys.stderr, self.stdout, self.stderr):
             try:
                 stream.flush()
-            except BaseException:
+            except BaseException:  # noqa: S110
                 pass
 
     def write_error(self, text: str) -> None:
@@ -135,6 +102,8 @@ class CellStreams:
             self.stdout = _open(1)
         if not _usable(self.stderr, 2):
             self.stderr = _open(2)
+        if self.stdin.closed:  # ``exit()`` closes it
+            self.stdin = NoInput()
         self.install()
 
 
