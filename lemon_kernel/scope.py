@@ -20,7 +20,8 @@ class _Once:
     """Something that happens at most once, thread-safely, and tells those who asked."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        # Reentrant: an owner's finaliser may run in the middle of any line of this thread, also of `_forget`.
+        self._lock = threading.RLock()
         self._happened = False
         self._callbacks: dict[int, Callable[[], object]] = {}
         self._next_key = 0
