@@ -392,7 +392,7 @@ def notify(msg: object) -> None:
         call_id = _new_id(grant, "notify")
         frame = _head("notify", call_id, grant) + ',"msg":' + escaped + "}"
         grant.carrier.exchange(call_id, frame.encode("ascii"), NOTIFY_ACK_TIMEOUT_MS / 1000)
-    except Exception:  # noqa: BLE001, S110 - a message that cannot be shown is no reason to end a script
+    except Exception:  # noqa: S110 - a message that cannot be shown is no reason to end a script
         pass
 
 

@@ -132,7 +132,7 @@ def _excepthook(kind: type[BaseException], error: BaseException, trace: Tracebac
     for stream in (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__):
         try:
             stream.flush()  # type: ignore[union-attr]
-        except Exception:  # noqa: BLE001, S110 - a script may have put anything there, or closed it
+        except Exception:  # noqa: S110 - a script may have put anything there, or closed it
             pass
     data = report.encode("utf-8", "backslashreplace")
     posix.set_blocking(2, True)  # asyncio's pipe transports change that
@@ -235,6 +235,12 @@ def main() -> None:
     _keep_source(source)
     try:
         exec(compile(source, CELL_NAME, "exec", dont_inherit=True), program.__dict__)  # noqa: S102
+    except KeyboardInterrupt as error:
+        # The interpreter notes it, to die of SIGINT later, and forgets when code is evaluated from a string in
+        # between.  What printing imports does that (named tuples), so it is imported before.
+        format_exception(error, _own_files())
+        _shield_excepthook()
+        raise
     except BaseException:
         _shield_excepthook()
         raise
