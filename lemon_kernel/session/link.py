@@ -433,10 +433,10 @@ class KernelLink:
         message = self._signer.open(frames)
         if message is None:
             return
-        if not self._heard.done():
-            self._heard.set_result(_session_of(message))
         topic = message.route[0] if message.route else b""
         if topic == self._comm.topic:
+            if not self._heard.done():
+                self._heard.set_result(_session_of(message))
             if b'"comm_msg"' in message.header:
                 self._comm.receive(message.content)
         elif topic.endswith(b".status") and b'"idle"' in message.content:

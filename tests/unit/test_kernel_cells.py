@@ -424,6 +424,38 @@ def test_fork_prints_no_warning(kernel: Kernel) -> None:
     assert kernel.cell(code).output == "True\n"
 
 
+def test_forked_child_that_runs_on_is_no_second_kernel(kernel: Kernel) -> None:
+    """A forked child that reaches the end of the cell ends there, with the status a script would have."""
+    ran = kernel.cell(
+        "import os\n"
+        "pid = os.fork()\n"
+        "if pid:\n"
+        "    print('status', os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))\n"
+        "else:\n"
+        "    print('child')\n"
+        "    raise SystemExit(5)"
+    )
+
+    assert ran.output == "child\nstatus 5\n"
+    assert kernel.cell("print('one kernel')").output == "one kernel\n"
+
+
+def test_alarm_between_cells_harms_nothing(kernel: Kernel) -> None:
+    """A signal handler that a cell left behind and that raises later does not end the kernel."""
+    kernel.cell(
+        "import signal\n"
+        "def late(*_):\n"
+        "    raise TimeoutError\n"
+        "signal.signal(signal.SIGALRM, late); signal.setitimer(signal.ITIMER_REAL, 0.05)"
+    )
+
+    async def later() -> None:
+        await asyncio.sleep(0.2)  # the alarm goes off in the kernel's own loop; nothing tells us when
+
+    kernel.run(later())
+    assert kernel.cell("print('alive')").output == "alive\n"
+
+
 def test_shadowing_module_cannot_kill_the_start(tmp_path: Path) -> None:
     """A ``random.py`` and a ``lemon_shim`` in the folder harm neither start nor cells."""
     for name in ("random.py", "tornado.py", "lemon_tools.py", "json.py"):

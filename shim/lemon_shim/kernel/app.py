@@ -44,6 +44,13 @@ def _unpack(data: bytes | str) -> object:
     return _decode(data if isinstance(data, str) else bytes(data).decode("utf-8", "replace"))
 
 
+class _PrivateProfile(ProfileDir):  # type: ignore[misc]
+    """IPython's folder of a session launch: nothing to run in it, and nothing to read."""
+
+    def check_startup_dir(self) -> None:
+        """Make no start-up folder: IPython's README in it would keep its source's mode (behaviour 8)."""
+
+
 class LemonKernelApp(IPKernelApp):
     """ipykernel's application; its name stays, so that the user's ``ipython_kernel_config`` applies."""
 
@@ -104,7 +111,8 @@ class LemonKernelApp(IPKernelApp):
         self.ipython_dir = folder
         # IPython puts it on sys.path, and takes the former one off: "", which it reads as the current folder
         sys.path[:] = path
-        self.profile_dir = ProfileDir.create_profile_dir(os.path.join(folder, "profile_default"), self.config)
+        location = os.path.join(folder, "profile_default")
+        self.profile_dir = _PrivateProfile.create_profile_dir(location, self.config)
 
     def init_config_files(self) -> None:
         if not self.session_launch:

@@ -15,7 +15,7 @@ import os
 import signal
 import sys
 import traceback
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from lemon_shim.kernel.interrupts import arm, disarm
 from lemon_shim.message import encode
@@ -34,7 +34,8 @@ MAX_TRACEBACK_BYTES = 80 * 1024
 TRUNCATED = "... [truncated]"
 
 _chdir = os.chdir
-_getcwd = os.getcwd
+_exit = os._exit
+_getpid = os.getpid
 _compile = compile
 _exec = exec
 _set_signal = signal.signal
@@ -70,6 +71,7 @@ class CellRunner:
         self._namespace = namespace
         self._streams = streams
         self._cwd = os.getcwd()
+        self._pid = os.getpid()
         self._sources: dict[str, tuple[int, None, list[str], str]] = {}
         self._displayhook = sys.displayhook
         self._excepthook = sys.excepthook
@@ -82,6 +84,8 @@ class CellRunner:
         outcome = self._prepare()
         if outcome is None:
             error = self._execute(code, f"<cell {number}>")
+            if _getpid() != self._pid:
+                self._leave(error)
             outcome = self._report(error) if error is not None else Outcome()
         self._restore(kernel_loop)
         return outcome
@@ -117,6 +121,18 @@ class CellRunner:
             error = raised
         disarm()
         return error
+
+    def _leave(self, error: BaseException | None) -> NoReturn:
+        """End a child that the cell forked and that ran to the end of the code: one kernel is enough."""
+        status = 0
+        if isinstance(error, SystemExit):
+            code = error.code
+            status = code if isinstance(code, int) else 0 if code is None else 1
+        elif error is not None:
+            self._report(error)
+            status = 1
+        self._flush()
+        _exit(status & 0xFF)
 
     def _report(self, error: BaseException) -> Outcome:
         """Write the traceback as the cell's last output and return the name and message of `error`."""
