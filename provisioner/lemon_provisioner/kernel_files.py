@@ -60,7 +60,7 @@ def write_connection(workspace: str, info: Mapping[str, object]) -> str:
 
 def _make_folder(path: str) -> None:
     try:
-        os.mkdir(path, 0o700)  # not makedirs: what is there already was planted, and may be a link to elsewhere
+        os.mkdir(path, 0o700)  # not makedirs: what is there already was planted, and may lead elsewhere
     except OSError as error:
         raise StagingError(f"{error.strerror}: {path}; set TMPDIR to a local folder") from error
 

@@ -493,13 +493,16 @@ def remove_tree(path: str, max_visits: int = MAX_VISITS) -> bool:
 
     A file costs one visit, a folder two (entry and removal).  Over the budget the rest stays where it is,
     owner-only, and a warning is logged; so is a rest that could not be removed.  Never raises OSError.
+    The warnings name no path (behaviour 9.1): ``lemon-kernel doctor`` does.
     """
     remover = _Remover(max_visits)
     remover.run(path)
     if not remover.cut and not os.path.lexists(path):
         return True
     if remover.cut:
-        _log.warning("removal of %s stopped after %d entries; the rest stays", path, max_visits)
+        _log.warning(
+            "removal of a folder stopped after %d entries; the rest stays in the private root", max_visits
+        )
     else:
-        _log.warning("%s could not be removed completely", path)
+        _log.warning("a folder could not be removed completely; the rest stays in the private root")
     return False

@@ -44,7 +44,7 @@ def _unpack(data: bytes | str) -> object:
     return _decode(data if isinstance(data, str) else bytes(data).decode("utf-8", "replace"))
 
 
-class _PrivateProfile(ProfileDir):  # type: ignore[misc]
+class _PrivateProfile(ProfileDir):
     """IPython's folder of a session launch: nothing to run in it, and nothing to read."""
 
     def check_startup_dir(self) -> None:
