@@ -19,10 +19,11 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import concurrent.futures
 import os
 import threading
 from collections.abc import Awaitable, Callable, Coroutine
-from typing import TypeVar
+from typing import Any, TypeVar
 
 __all__ = ["CallerLoop", "at_exit", "call", "loop", "run", "running_here", "stop"]
 
@@ -55,6 +56,7 @@ class _HostThread:
 _lock = threading.Lock()
 _host: _HostThread | None = None
 _closers: list[Callable[[], Awaitable[object]]] = []
+_calls: set[concurrent.futures.Future[Any]] = set()
 
 
 def _after_fork() -> None:
@@ -63,6 +65,7 @@ def _after_fork() -> None:
     _host = None
     _lock = threading.Lock()
     _closers.clear()
+    _calls.clear()
 
 
 os.register_at_fork(after_in_child=_after_fork)
@@ -78,9 +81,13 @@ def loop() -> asyncio.AbstractEventLoop:
 
 def _start() -> asyncio.AbstractEventLoop:
     global _host
+    from lemon_provisioner import tracker, workspace  # noqa: F401 - their exit hooks must be older than ours
+
     with _lock:
         if _host is None or _host.loop.is_closed():
             _host = _HostThread()
+            atexit.unregister(_exit)
+            atexit.register(_exit)
         return _host.loop
 
 
@@ -94,7 +101,10 @@ async def call(work: Coroutine[object, object, T]) -> T:
     """Await `work` on the host loop, from any loop; cancelling the caller cancels the work."""
     if running_here():
         return await work
-    return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, loop()))
+    future = asyncio.run_coroutine_threadsafe(work, loop())
+    _calls.add(future)
+    future.add_done_callback(_calls.discard)
+    return await asyncio.wrap_future(future)
 
 
 def run(work: Coroutine[object, object, T], timeout_s: float | None = None) -> T:
@@ -128,18 +138,15 @@ def stop() -> None:
 
 
 async def _close_all(closers: list[Callable[[], Awaitable[object]]]) -> None:
-    current = asyncio.current_task()
-    for task in asyncio.all_tasks():  # runs nobody waits for any more: their caller's death
-        if task is not current and getattr(task.get_coro(), "__qualname__", "").startswith("ExecuteCode."):
-            task.cancel()
     await asyncio.gather(*(closer() for closer in closers), return_exceptions=True)
 
 
-@atexit.register
 def _exit() -> None:
     host = _host
     if host is None or host.pid != os.getpid() or not host.thread.is_alive():
         return
+    for call_in_flight in list(_calls):  # nobody waits for it any more: its caller's death
+        call_in_flight.cancel()
     future = asyncio.run_coroutine_threadsafe(_close_all(list(_closers)), host.loop)
     try:
         future.result(EXIT_BOUND_S)

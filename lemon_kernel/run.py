@@ -266,7 +266,7 @@ class Run:
                 max_live_kernels=config.max_live_kernels,
                 max_queued_cells_per_kernel=config.max_queued_cells_per_kernel,
             )
-            lease = await self._guard(registry.acquire(key, scope.owner, settings, self.deadline))
+            lease = await registry.acquire(key, scope.owner, settings)
             lease_end = await lease.execute(
                 self.request.script,
                 dispatcher=dispatcher,
@@ -282,10 +282,17 @@ class Run:
             return self._failure("reset_failed")
         except _Cut as cut:
             return self._failure(cut.reason)
+        except ExecuteCodeError:
+            raise
+        except Exception as error:
+            log.error("execute_code: a session run failed inside the host (%s)", type(error).__name__)
+            log.debug("the fault", exc_info=True)
         finally:
             cell_abort.abort()
             if dispatcher is not None:
                 stats = await dispatcher.close(killed=lease_end is None or not lease_end.state_retained)
+        if lease_end is None:
+            return self._outcome(dispatcher, stats, None, "internal_error")
         outcome = self._outcome(dispatcher, stats, lease_end.output, lease_end.reason)
         outcome.exception_name, outcome.exception_message = lease_end.name, lease_end.message
         outcome.persistent = True

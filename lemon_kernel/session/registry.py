@@ -264,12 +264,10 @@ class KernelRegistry:
             raise Unavailable("stop_failed")
         return True
 
-    async def acquire(
-        self, key: KernelKey, owner: Owner, settings: KernelSettings, deadline: float | None = None
-    ) -> Lease:
+    async def acquire(self, key: KernelKey, owner: Owner, settings: KernelSettings) -> Lease:
         """Return a lease on the kernel of `key` for `owner`, starting one if there is none.
 
-        Never waits, so `deadline` has no say here: a kernel that is starting queues its cells.  Raises
+        Never waits: a kernel that is starting queues its cells.  Raises
         :class:`Unavailable` (`capacity_exhausted`, `registry_unavailable`, `missing_session_scope`).
         """
         if self._closed:
