@@ -577,8 +577,7 @@ def test_an_idle_kernel_survives_one_of_its_owners(session: Agent) -> None:
 
 
 @pytest.mark.case(327)
-@pytest.mark.reason("kernel_discarded")
-@pytest.mark.reason("shutting_down")
+@pytest.mark.reason("kernel_discarded", "shutting_down")
 def test_an_owner_dies_while_its_cell_is_active(session: Agent) -> None:
     """The kernel goes with it, and who queued behind hears `kernel_discarded`; nothing of it is retried."""
     other = twin(session)
