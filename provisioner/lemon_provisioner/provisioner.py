@@ -60,10 +60,7 @@ _config_log = logging.getLogger("lemon_kernel.config")
 
 @dataclass(frozen=True)
 class SessionLaunch:
-    """Launched by our own registry: descriptor `output` becomes the kernel's standard output and error.
-
-    `session_launch` differs from a front end's launch as behaviour 6.5 says.
-    """
+    """A launch by our own registry: `output` becomes the kernel's standard output and error (behaviour 6.5)."""
 
     output: int
 
@@ -235,9 +232,11 @@ class LemonProvisioner(KernelProvisionerBase):
         else:
             command = self.kernel_spec.argv + kwargs.pop("extra_arguments", [])
         kwargs.pop("transport_encryption", None)
-        self.run_id = new_run_id()
         assert self.workspace is not None
+        ended, self.run_id = self.run_id, new_run_id()
         tracker.watch(self.run_id, self.workspace)
+        if ended:
+            tracker.forget(ended)
         kwargs = await super().pre_launch(cmd=self._command(command), **kwargs)
         kwargs["env"] = child_environment(self.run_id, kwargs["env"])
         if session_name and self.session is None:
@@ -359,6 +358,9 @@ class LemonProvisioner(KernelProvisionerBase):
             return
         self.confirmed_dead = True
         self.exit_status = status
+        tracker.forget(self.run_id)  # its group's number may soon be a stranger's
+        if self.workspace is not None:
+            tracker.watch(self.run_id, self.workspace)
         if status == NO_IPYKERNEL_STATUS:
             _warn_of_ipykernel(self.interpreter or sys.executable)
 

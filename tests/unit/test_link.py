@@ -11,6 +11,7 @@ import time
 import venv
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from lemon_shim.message import Signer, decode, encode
@@ -331,6 +332,49 @@ def test_oversized_frames_harm_nothing(kernel: Kernel) -> None:
     )
 
     assert ran.output == "invalid rpc request\nafter\n"
+
+
+def test_ordinary_client_may_share_a_session_kernel() -> None:
+    """A front end that knows the connection file gets stock cells, before and after agent cells."""
+    from jupyter_client.asynchronous.client import AsyncKernelClient
+
+    with Kernel() as kernel:
+
+        async def stock(client: AsyncKernelClient, code: str) -> list[tuple[str, str]]:
+            seen: list[tuple[str, str]] = []
+
+            def hook(message: dict[str, Any]) -> None:
+                content = message["content"]
+                if message["msg_type"] in ("stream", "execute_result"):
+                    shown = content.get("text") or content["data"]["text/plain"]
+                    seen.append((message["msg_type"], shown))
+
+            reply = await client.execute_interactive(code, timeout=30, output_hook=hook)
+            assert reply["content"]["status"] == "ok", reply
+            return seen
+
+        async def main() -> None:
+            manager = kernel.link._manager
+            assert manager is not None
+            client = AsyncKernelClient(connection_file=manager.connection_file)
+            client.load_connection_file()
+            client.start_channels()
+            await client.wait_for_ready(timeout=30)
+            for round_ in range(3):
+                assert (await kernel.cell_async(f"x = {round_}; print(read('agent'))")).output == "agent\n"
+                assert await stock(client, "print('front'); x") == [
+                    ("stream", "front\n"),
+                    ("execute_result", str(round_)),
+                ]
+                assert await stock(client, "get_ipython().__class__.__name__; _") == [
+                    ("execute_result", str(round_))
+                ]
+                assert await stock(client, "import asyncio; await asyncio.sleep(0, 'awaited')") == [
+                    ("execute_result", "'awaited'")
+                ]
+            client.stop_channels()
+
+        kernel.run(main())
 
 
 def test_signer_refuses_what_is_not_signed() -> None:

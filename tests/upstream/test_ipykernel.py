@@ -30,6 +30,13 @@ def test_shell_without_channel_thread_goes_through_shell_main() -> None:
     assert "if self.shell_channel_thread:" in inspect.getsource(kernelapp.IPKernelApp.init_kernel)
 
 
+def test_async_cells_ask_the_channel_thread_for_its_parent() -> None:
+    """An awaiting cell compares its thread with ``shell_channel_thread.parent_thread``, whether there is one or not."""
+    source = inspect.getsource(ipkernel.IPythonKernel.do_execute)
+    assert "self.shell_channel_thread.parent_thread" in source
+    assert isinstance(kernelbase.Kernel._supports_kernel_subshells, property)
+
+
 def test_main_shell_has_one_lock() -> None:
     """Cells of the main shell are serialised by ``_main_asyncio_lock``; our agent cells take it too."""
     assert "_main_asyncio_lock" in inspect.getsource(kernelbase.Kernel.shell_main)

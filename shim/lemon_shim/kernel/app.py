@@ -18,7 +18,7 @@ from traitlets.config import Config
 
 from lemon_shim.kernel import SESSION_FLAG
 from lemon_shim.kernel.interrupts import ignore
-from lemon_shim.kernel.kernel import LemonKernel
+from lemon_shim.kernel.kernel import LemonKernel, NoShellChannelThread
 from lemon_shim.kernel.streams import CellStreams
 
 __all__ = ["LemonKernelApp"]
@@ -132,7 +132,7 @@ class LemonKernelApp(IPKernelApp):
     def init_control(self, context: zmq.Context[Any]) -> None:
         super().init_control(context)
         if self.session_launch:
-            self.shell_channel_thread = None  # the main thread reads shell; see kernel.py
+            self.shell_channel_thread = NoShellChannelThread()  # the main thread reads shell; see kernel.py
 
     def init_io(self) -> None:
         if not self.session_launch:

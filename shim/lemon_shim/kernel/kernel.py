@@ -17,6 +17,7 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
+import threading
 import types
 import warnings
 from typing import TYPE_CHECKING, Any
@@ -39,7 +40,7 @@ from lemon_shim.wire import CHANNELS, HELPERS
 if TYPE_CHECKING:
     from lemon_shim.kernel.streams import CellStreams
 
-__all__ = ["LemonKernel", "LemonShell"]
+__all__ = ["LemonKernel", "LemonShell", "NoShellChannelThread"]
 
 _GRANT_MARK = b'"' + GRANT_METADATA.encode() + b'"'
 _MODULE_NAMES = frozenset(vars(types.ModuleType("__main__"))) | {"__builtins__"}
@@ -59,6 +60,16 @@ class LemonShell(ZMQInteractiveShell):
                 os.environ.pop(name, None)
             else:
                 os.environ[name] = value
+
+
+class NoShellChannelThread:
+    """Stands for the thread that session kernels do not have: false, but asked who its parent is."""
+
+    def __init__(self) -> None:
+        self.parent_thread = threading.current_thread()
+
+    def __bool__(self) -> bool:
+        return False
 
 
 class _AgentRequest:
@@ -147,6 +158,10 @@ class LemonKernel(IPythonKernel):
 
     def _publish(self, frames: list[bytes]) -> None:
         self.iopub_thread.send_multipart(frames)
+
+    @property
+    def _supports_kernel_subshells(self) -> bool:
+        return bool(self.shell_channel_thread)
 
     # Agent cells
 
