@@ -171,19 +171,22 @@ class _SourceHook:
     def find_spec(self, name: str, path: object = None, target: object = None) -> object:
         if name != "linecache":
             return None
-        sys.meta_path.remove(self)  # type: ignore[arg-type]
         from importlib.machinery import PathFinder
 
         spec = PathFinder.find_spec(name)
         if spec is None or spec.loader is None:
             return None
-        load = spec.loader.exec_module
+        loader = spec.loader
 
         def exec_module(module: ModuleType) -> None:
-            load(module)
+            del loader.exec_module  # the loader's own again
+            finders: list[object] = sys.meta_path  # type: ignore[assignment]
+            if self in finders:
+                finders.remove(self)
+            loader.exec_module(module)
             self.tell(module)
 
-        spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec
 
     def tell(self, linecache: ModuleType) -> None:
