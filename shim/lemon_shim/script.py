@@ -27,7 +27,7 @@ import sys
 
 from .api import open_grant
 from .pipe import PipeCarrier
-from .wire import INPUT_UNSUPPORTED, normalise_text
+from .wire import INPUT_UNSUPPORTED, MAX_TRACEBACK_BYTES, cut_encoded, normalise_text
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -128,7 +128,7 @@ def format_exception(error: BaseException, hidden: Sequence[str]) -> str:
 
 def _excepthook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     """Write the filtered traceback to descriptor 2, after all that the script printed (behaviour 6.10)."""
-    report = format_exception(error.with_traceback(trace), _own_files())
+    report = cut_encoded(format_exception(error.with_traceback(trace), _own_files()), MAX_TRACEBACK_BYTES)
     for stream in (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__):
         try:
             stream.flush()  # type: ignore[union-attr]

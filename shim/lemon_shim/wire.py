@@ -23,6 +23,8 @@ enabled helpers separated by blanks.
 
 from __future__ import annotations
 
+from _json import encode_basestring_ascii
+
 PROTOCOL_VERSION = 1
 COMM_TARGET = "lemon.bridge"
 
@@ -36,6 +38,8 @@ MAX_CALL_ID = 2**53
 MAX_NOTIFY_BYTES = 4096
 MAX_FORWARDED_NOTIFIES = 64
 NOTIFY_ACK_TIMEOUT_MS = 100
+MAX_TRACEBACK_BYTES = 80 * 1024
+TRUNCATED = "... [truncated]"
 BATCH_WORKERS = 16
 OPEN_TIMEOUT_MS = 2000
 
@@ -84,3 +88,18 @@ def cut_notify(text: str) -> str:
         return text
     raw = text.encode()
     return text if len(raw) <= MAX_NOTIFY_BYTES else raw[:MAX_NOTIFY_BYTES].decode("utf-8", "ignore")
+
+
+def cut_encoded(text: str, limit_bytes: int) -> str:
+    """Return `text` cut so that its JSON string has at most `limit_bytes` (exception data, behaviour 6.10)."""
+    if len(text) * 6 + 2 <= limit_bytes or len(encode_basestring_ascii(text)) <= limit_bytes:
+        return text
+    room = limit_bytes - 2 - len(TRUNCATED)
+    low, high = 0, min(len(text), room)
+    while low < high:
+        middle = (low + high + 1) // 2
+        if len(encode_basestring_ascii(text[:middle])) - 2 <= room:
+            low = middle
+        else:
+            high = middle - 1
+    return text[:low] + TRUNCATED

@@ -60,6 +60,7 @@ def test_exit_code_comes_before_blocks(per_call: Agent) -> None:
 @pytest.mark.case(178)
 def test_blocks_survive_a_timeout(agent: Agent) -> None:
     """What text() took is in the result of a run that was cut short, and so is what was printed."""
+    agent.run("pass")  # the time is the script's, not that of a kernel's start
     result = agent.run("text('partial'); print('so far')\nwhile True: pass", timeout_ms=2000)
 
     assert result.text == f"Script timed out after 2000ms.\n\n{with_blocks('partial', 'so far' + chr(10))}"
@@ -386,3 +387,73 @@ def test_each_cell_has_its_own_notify_cap(session: Agent) -> None:
     session.run("notify('next')", on_update=updates)
 
     assert updates == [*(f"notify: {n}" for n in range(64)), "notify: next"]
+
+
+# -- frames past the script's side ----------------------------------------------------------------------------
+
+
+def test_malformed_text_frames_are_refused(agent: Agent) -> None:
+    """A text frame without a number, without text, too large, or no Unicode harms nothing (behaviour 5.7)."""
+    result = agent.run(
+        "from lemon_tools import _raw\n"
+        "bad = [{'text': 'x'}, {'n': '1', 'text': 'x'}, {'n': True, 'text': 'x'}, {'n': 1.0, 'text': 'x'},\n"
+        "       {'n': 1}, {'n': 1, 'text': 5}, {'n': 1, 'text': 'a\\ud800b'}, {'n': 1, 'text': 'x' * 500}]\n"
+        "for number, frame in enumerate(bad):\n"
+        "    answer = _raw({'type': 'text', 'id': 500 + number, 'token': _raw.token, **frame})\n"
+        "    print(answer['ok'], end=' ')\n"
+        "text('good')",
+        config={"max_text_bytes": 200},
+    )
+
+    assert result.text == with_blocks("good", "False " * 8)
+    assert result.details["rpc_calls"] == 0
+    assert result.details["rpc_denied"] == 0
+
+
+def test_text_frame_with_a_wrong_token_is_denied(agent: Agent) -> None:
+    """It gets the one answer of all bad tokens and counts as denied (behaviour 5.7)."""
+    result = agent.run(
+        "from lemon_tools import _raw\n"
+        "for token in ('x' * 43, None, 7):\n"
+        "    print(_raw({'type': 'text', 'id': 9, 'token': token, 'n': 1, 'text': 'x'})['content'])"
+    )
+
+    assert result.text == "rpc authentication failed\n" * 3
+    assert result.details["rpc_denied"] == 3
+    assert result.details["rpc_errors"] == 0
+
+
+def test_request_that_is_too_large_is_not_sent(agent: Agent) -> None:
+    """A helper call of more than 256 KiB is refused on the script's side, with its size (behaviour 5.8)."""
+    result = agent.run(
+        "try:\n    grep('x' * 300000)\nexcept ToolError as error:\n    print(error)\nprint(ls() != '')"
+    )
+
+    message, rest = result.text.split("\n", 1)
+    assert message.startswith("request is too large (300")
+    assert message.endswith(" bytes, cap 262144)")
+    assert rest == "True\n"
+    assert result.details["rpc_calls"] == 1
+    assert result.details["rpc_errors"] == 0
+
+
+def test_channels_work_only_in_the_process_of_the_script(agent: Agent) -> None:
+    """In a forked child the module can be imported, and every call is refused (behaviour 5.7)."""
+    result = agent.run(
+        "import os, subprocess, sys\n"
+        "def attempt():\n"
+        "    import lemon_tools\n"
+        "    for call in (lemon_tools.text, lemon_tools.read, lemon_tools.notify):\n"
+        "        try:\n            call('x')\n"
+        "        except lemon_tools.ToolError as error:\n            print(error, flush=True)\n"
+        "pid = os.fork()\n"
+        "if pid == 0:\n"
+        "    attempt()\n"
+        "    os._exit(0)\n"
+        "os.waitpid(pid, 0)\n"
+        "text('from the script')"
+    )
+
+    refusal = "helpers work only in the process that runs the script\n"
+    assert result.text == with_blocks("from the script", refusal * 3)
+    assert result.details["rpc_calls"] == 0

@@ -197,9 +197,10 @@ def test_children_die_with_the_run(agent: Agent) -> None:
 
     Per call they are gone when the result is there, in a session within 4 s of it.
     """
-    result = agent.run(CHILDREN + "time.sleep(60)\n", timeout_ms=1000)
+    agent.run("pass")  # the time is the script's, not that of a kernel's start
+    result = agent.run(CHILDREN + "time.sleep(60)\n", timeout_ms=2000)
 
-    assert result.text == "Script timed out after 1000ms."
+    assert result.text == "Script timed out after 2000ms."
     pids = [read_pid(agent.cwd / name) for name in ("grouped", "setsid", "double")]
     if agent.mode == "session":
         wait_until(lambda: all(map(process_is_gone, pids)), 4, "death of the children")
@@ -280,3 +281,98 @@ def test_secrets_are_not_leaked(agent: Agent) -> None:
         assert "1: content" in everything
         for secret in (*tokens, "lemon-private-", "lemon-exec-code-", "lemon-kernel-", os.environ["TMPDIR"]):
             assert secret not in everything
+
+
+# -- what a script finds (behaviour 2.4, 6.10) ----------------------------------------------------------------
+
+
+def test_script_is_main_and_its_folder_is_not_on_the_path(agent: Agent) -> None:
+    """``__name__``, ``sys.argv`` and the folder are those of a script, but the folder shadows no module."""
+    (agent.cwd / "random.py").write_text("raise RuntimeError('the wrong one')\n")
+    result = agent.run(
+        "import os, random, sys\n"
+        "print(__name__, sys.argv, os.getcwd())\n"
+        "print(os.getcwd() in map(os.path.realpath, sys.path), '' in sys.path)"
+    )
+
+    assert result.text == f"__main__ ['script.py'] {agent.cwd.resolve()}\nFalse False\n"
+
+
+def test_standard_input_is_refused(agent: Agent) -> None:
+    """``input()`` and reads of ``sys.stdin`` say what is wrong and can be caught; children read nothing."""
+    result = agent.run(
+        "import subprocess, sys\n"
+        "for ask in (input, sys.stdin.readline, sys.stdin.read, lambda: list(sys.stdin)):\n"
+        "    try:\n        ask()\n"
+        "    except RuntimeError as error:\n        print('input() is not supported' in str(error))\n"
+        "print(subprocess.run(['cat'], capture_output=True).stdout)"
+    )
+
+    assert result.text == "True\n" * 4 + "b''\n"
+
+
+def test_environment_is_the_hosts_without_its_secrets(agent: Agent, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Scripts inherit the environment, less what is ours or Jupyter's (behaviour 6.5)."""
+    for name in ("LEMON_SECRET", "JUPYTER_TOKEN", "JPY_API_TOKEN", "PYTEST_CURRENT_TEST", "KEPT", "PAGER"):
+        monkeypatch.setenv(name, f"{name} of the host")
+    result = agent.run(
+        "import os\n"
+        "names = 'LEMON_SECRET JUPYTER_TOKEN JPY_API_TOKEN PYTEST_CURRENT_TEST FORCE_COLOR CLICOLOR KEPT PAGER'\n"
+        "print({name for name in names.split() if name in os.environ} == {'KEPT', 'PAGER'}, os.environ['PAGER'])\n"
+        "print([name for name in os.environ if name.startswith(('LEMON_', 'JPY_'))])"
+    )
+
+    assert result.text == "True PAGER of the host\n['LEMON_RUN_ID']\n"
+
+
+def test_traceback_shows_the_script_only(agent: Agent) -> None:
+    """Frames are the script's own, with source and chained causes, without colours (behaviour 6.10)."""
+    result = agent.run(
+        "def inner():\n    int('x')\n"
+        "try:\n    inner()\nexcept ValueError as error:\n    raise RuntimeError('wrapped') from error"
+    )
+
+    traceback = (
+        "Traceback (most recent call last):\n"
+        '  File "<cell 1>", line 5, in <module>\n'
+        "    inner()\n"
+        '  File "<cell 1>", line 3, in inner\n'
+        "    int('x')\n"
+        "ValueError: invalid literal for int() with base 10: 'x'\n"
+        "\n"
+        "The above exception was the direct cause of the following exception:\n"
+        "\n"
+        "Traceback (most recent call last):\n"
+        '  File "<cell 1>", line 7, in <module>\n'
+        "    raise RuntimeError('wrapped') from error\n"
+        "RuntimeError: wrapped\n"
+    )
+    if agent.mode == "per_call":
+        assert result.text == f"{traceback}\nScript exited with code 1"
+    else:
+        assert result.text == f"Script raised RuntimeError: wrapped\n\n{traceback}"
+
+
+def test_exception_data_is_bounded(agent: Agent) -> None:
+    """A huge message is cut in the headline and in the traceback (behaviour 6.10)."""
+    result = agent.run("raise ValueError('x' * 1000000)", config={"max_output_bytes": 500_000})
+
+    assert "... [truncated]" in result.text
+    assert len(result.text) < (48 + 80 + 1) * 1024
+    if agent.mode == "session":
+        headline = result.text.split("\n", 1)[0]
+        assert headline.startswith("Script raised ValueError: xxx")
+        assert headline.endswith("... [truncated]")
+        assert 40 * 1024 < len(headline) < 49 * 1024
+
+
+def test_exception_that_cannot_be_printed(agent: Agent) -> None:
+    """An exception whose ``str()`` fails, or has surrogates, is reported all the same (behaviour 6.10)."""
+    result = agent.run("class Bad(Exception):\n    def __str__(self): raise RuntimeError\nraise Bad()")
+    assert "Bad" in result.text
+    assert result.details["reason"] == ("exit" if agent.mode == "per_call" else "exception")
+
+    result = agent.run("raise ValueError('a\\ud800b')")
+    assert "ValueError: a" in result.text
+    assert result.details["reason"] == ("exit" if agent.mode == "per_call" else "exception")
+    result.text.encode()

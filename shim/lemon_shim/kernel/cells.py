@@ -18,8 +18,7 @@ import traceback
 from typing import TYPE_CHECKING, NoReturn
 
 from lemon_shim.kernel.interrupts import arm, disarm
-from lemon_shim.message import encode
-from lemon_shim.wire import normalise_text
+from lemon_shim.wire import MAX_TRACEBACK_BYTES, cut_encoded, normalise_text
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -30,8 +29,6 @@ __all__ = ["CellRunner", "Outcome"]
 
 MAX_NAME_BYTES = 4 * 1024
 MAX_MESSAGE_BYTES = 48 * 1024
-MAX_TRACEBACK_BYTES = 80 * 1024
-TRUNCATED = "... [truncated]"
 
 _chdir = os.chdir
 _exit = os._exit
@@ -137,13 +134,15 @@ class CellRunner:
     def _report(self, error: BaseException) -> Outcome:
         """Write the traceback as the cell's last output and return the name and message of `error`."""
         if isinstance(error, SystemExit):
-            message = None if error.code is None else _cut(_text(error.code), MAX_MESSAGE_BYTES)
+            message = None if error.code is None else cut_encoded(_text(error.code), MAX_MESSAGE_BYTES)
             return Outcome("SystemExit", message)
         self._flush()
         _linecache.update(self._sources)
-        self._streams.write_error(_cut(_traceback(error), MAX_TRACEBACK_BYTES))
+        self._streams.write_error(cut_encoded(_traceback(error), MAX_TRACEBACK_BYTES))
         name = getattr(type(error), "__name__", None)
-        return Outcome(_cut(normalise_text(name), MAX_NAME_BYTES), _cut(_text(error), MAX_MESSAGE_BYTES))
+        return Outcome(
+            cut_encoded(normalise_text(name), MAX_NAME_BYTES), cut_encoded(_text(error), MAX_MESSAGE_BYTES)
+        )
 
     def _flush(self) -> None:
         self._streams.flush()
@@ -183,21 +182,6 @@ def _text(value: object) -> str:
         return normalise_text(str(value))
     except BaseException:
         return f"<unprintable {type(value).__name__} object>"
-
-
-def _cut(text: str, limit_bytes: int) -> str:
-    """Return `text` cut so that its JSON string has at most `limit_bytes` (behaviour 6.10)."""
-    if len(text) * 6 + 2 <= limit_bytes or len(encode(text)) <= limit_bytes:
-        return text
-    room = limit_bytes - 2 - len(TRUNCATED)
-    low, high = 0, min(len(text), room)
-    while low < high:
-        middle = (low + high + 1) // 2
-        if len(encode(text[:middle])) - 2 <= room:
-            low = middle
-        else:
-            high = middle - 1
-    return text[:low] + TRUNCATED
 
 
 def _traceback(error: BaseException) -> str:
