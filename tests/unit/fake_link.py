@@ -42,6 +42,9 @@ class FakeLink:
     escalation: asyncio.Event | None = None
     """Where set, `cancel` is over only after this event."""
 
+    def is_dead(self) -> bool:
+        return self.dead.is_set()
+
     async def run_cell(
         self, code: str, *, number: int, dispatcher: Dispatcher, capture: OutputCapture
     ) -> CellReply:
@@ -161,7 +164,7 @@ class Desk:
             await self.registry.reset(Key(key), owner)  # type: ignore[arg-type]
         settings = KernelSettings() if settings is None else settings
         deadline = asyncio.get_running_loop().time() + timeout_s
-        lease = await self.registry.acquire(Key(key), owner, settings, deadline)  # type: ignore[arg-type]
+        lease = await self.registry.acquire(Key(key), owner, settings)  # type: ignore[arg-type]
         return await lease.execute(
             script,
             dispatcher=NO_DISPATCHER,
