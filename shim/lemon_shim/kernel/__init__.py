@@ -15,4 +15,7 @@ GRANT_METADATA = "lemon_cell"
 SESSION_FLAG = "--session-launch"
 """Argument by which a session kernel knows that it is one (behaviour 6.5)."""
 
+TEMPLATE_FLAG = "--template"
+"""First argument of the process that session kernels are forked from (``template.py``)."""
+
 IPYKERNEL_REQUIREMENT = "ipykernel>=7.4,<8"

@@ -1,11 +1,14 @@
-"""Entry point: ``python -P -m lemon_shim.kernel -f FILE``, and what the staged folder runs."""
+"""Entry point: ``python -P -m lemon_shim.kernel -f FILE``, and what the staged folder runs.
+
+A template (``template.py``) is the same program, stopped between its imports and its set-up.
+"""
 
 from __future__ import annotations
 
 import os
 import sys
 
-from lemon_shim.kernel import IPYKERNEL_REQUIREMENT, NO_IPYKERNEL_STATUS
+from lemon_shim.kernel import IPYKERNEL_REQUIREMENT, NO_IPYKERNEL_STATUS, TEMPLATE_FLAG
 
 
 def main() -> None:
@@ -22,6 +25,11 @@ def main() -> None:
         sys.stderr.write(f"the lemon kernel needs {IPYKERNEL_REQUIREMENT}: {command}\n")
         raise SystemExit(NO_IPYKERNEL_STATUS)
     from lemon_shim.kernel.app import LemonKernelApp
+
+    if sys.argv[1:2] == [TEMPLATE_FLAG]:
+        from lemon_shim.kernel import template
+
+        umask = template.serve(int(sys.argv[2]))  # returns in each forked kernel
 
     app = LemonKernelApp.instance()
     app.initialize()
