@@ -89,7 +89,8 @@ class LemonProvisioner(KernelProvisionerBase):
     notebook_host = Unicode(
         "lemon_kernel.notebook.serve",
         config=True,
-        help="Dotted name of the function that answers helper calls of front-end kernels. Empty: none.",
+        help="Dotted name of the function that answers helper calls of front-end kernels: it takes "
+        "connection_info, cwd and pid as keywords and returns what stops it. Empty: none.",
     )
 
     session: SessionLaunch | None = None
@@ -138,9 +139,10 @@ class LemonProvisioner(KernelProvisionerBase):
         try:
             serve = import_item(self.notebook_host)
         except ImportError as error:
-            self.log.warning("no helper host for this kernel: %s", error)
+            self.log.warning("no helper host for this kernel (%s)", type(error).__name__)
             return
-        self._stop_host = serve(connection_info=dict(self.connection_info), cwd=self.cwd)
+        pid = self.process.pid if self.process is not None else None
+        self._stop_host = serve(connection_info=dict(self.connection_info), cwd=self.cwd, pid=pid)
 
     # What Jupyter asks of a process
 
@@ -381,8 +383,8 @@ class LemonProvisioner(KernelProvisionerBase):
         if stop is not None:
             try:
                 stop()
-            except Exception:
-                _log.exception("the helper host did not stop")
+            except Exception as error:
+                _log.error("the helper host did not stop (%s)", type(error).__name__)
 
 
 _warned: set[str] = set()

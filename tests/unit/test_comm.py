@@ -5,15 +5,18 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from jupyter_client.manager import AsyncKernelManager
+from lemon_shim.kernel.bridge import KernelCarrier
+from lemon_shim.message import Signer, encode
 
 from lemon_kernel.bridge.comm import CommCarrier
 from lemon_kernel.bridge.dispatch import Dispatcher
 from lemon_kernel.scope import AbortSignal
 
-from ..kernels import LIMITS, echo
+from ..kernels import LIMITS, echo, wait_until
 
 
 class Front:
@@ -55,8 +58,37 @@ class Front:
                 if message["content"].get("execution_state") == "idle":
                     break
         self.carrier.detach()
-        reply = await self.client.get_shell_msg(timeout=30)
-        return reply["content"], seen
+        while True:  # wait_for_ready() may have asked twice
+            reply = await self.client.get_shell_msg(timeout=30)
+            if reply["parent_header"].get("msg_id") == request:
+                return reply["content"], seen
+
+
+def test_late_and_forged_answers_reach_nobody() -> None:
+    """Ids count from 1 in each cell: an answer for another cell, or one signed with another key, resolves nothing."""
+    sent: list[list[bytes]] = []
+    carrier = KernelCarrier(Signer(b"key", "kernel"), sent.append, lambda: b"{}")
+    carrier.comm_opened("comm")
+
+    def answer(cell: str, content: str, key: bytes = b"key") -> bool:
+        data = {"type": "answer", "cell": cell, "id": 1, "ok": True, "content": content}
+        message = encode({"comm_id": "comm", "data": data})
+        return carrier.take([b"host", *Signer(key, "host").frames("comm_msg", message)])
+
+    carrier.begin_cell("now", "token", 100, ["read"], b"{}")
+    try:
+        with ThreadPoolExecutor(1) as pool:
+            waiting = pool.submit(carrier.exchange, 1, b"{}", 20)
+            wait_until(lambda: bool(sent))
+            assert answer("earlier", "late")
+            assert not answer("now", "forged", b"other")
+            assert not waiting.done()
+            assert answer("now", "right")
+            assert waiting.result(20) == (True, "right")
+            assert answer("now", "twice")
+    finally:
+        carrier.end_cell()
+    assert not carrier.take([b"host", *Signer(b"key", "host").frames("kernel_info_request", b"{}")])
 
 
 def with_front(work: Callable[[Front], Awaitable[None]], *, refuse: str | None = None) -> None:
