@@ -28,6 +28,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, Final, Literal, get_args
 
+from . import telemetry
 from .bridge.dispatch import Authorize, Call, Denial
 from .policy import PolicySource, current_policy
 
@@ -270,6 +271,7 @@ class ApprovalBroker:
                 raise ValueError(f"approval id {approval_id} is in use")
             self._pending[approval_id] = pending
         logger.info("approval_requested %s", approval_id)
+        telemetry.emit("lemon.approvals.requested", {"count": 1})
         publication = loop.create_task(self._publish(pending.request, caller))
         self._publications.add(publication)
         publication.add_done_callback(self._publications.discard)
@@ -326,7 +328,7 @@ class ApprovalBroker:
         except Exception as error:  # the caller's loop is gone
             answer = error
         if isinstance(answer, BaseException):
-            logger.error("the approval request function failed: %s", type(answer).__name__, exc_info=answer)
+            logger.error("the approval request function failed (%s)", telemetry.fault_name(answer))
             return answer
         return None
 
@@ -350,7 +352,10 @@ class ApprovalBroker:
     def _take(self, approval_id: str) -> _Pending | None:
         """Take a prompt out, once; whoever gets it decides what becomes of it."""
         with self._lock:
-            return self._pending.pop(approval_id, None)
+            pending = self._pending.pop(approval_id, None)
+        if pending is not None:
+            telemetry.emit("lemon.approvals.resolved", {"count": 1})
+        return pending
 
     def _end(
         self, approval_id: str, outcome: ApprovalOutcome, decision: Decision | None = None
@@ -362,6 +367,7 @@ class ApprovalBroker:
             pending.outcome, pending.decision = outcome, decision
             self._install(pending)
         pending.wake()
+        telemetry.emit("lemon.approvals.resolved", {"count": 1})
         return Done
 
     def _install(self, pending: _Pending) -> None:
@@ -395,8 +401,8 @@ def authorizer(
             outcome = ApprovalOutcome.FAILED
             if broker is not None:
                 outcome = await broker.request(identity, call.tool, call.params, call.approval_id, caller)
-        except Exception:
-            logger.exception("an approval could not be asked for")
+        except Exception as error:
+            logger.error("an approval could not be asked for (%s)", telemetry.fault_name(error))
             outcome = ApprovalOutcome.FAILED
         if outcome is ApprovalOutcome.APPROVED:
             return None

@@ -14,6 +14,8 @@ from collections.abc import Awaitable, Callable, Mapping
 from collections.abc import Set as AbstractSet
 from types import MappingProxyType
 
+from .telemetry import fault_name
+
 __all__ = ["PolicySource", "ToolPolicy", "current_policy"]
 
 logger = logging.getLogger(__name__)
@@ -167,8 +169,8 @@ async def current_policy(source: PolicySource) -> ToolPolicy:
         policy: object = source()
         if inspect.isawaitable(policy):
             policy = await policy
-    except Exception:
-        logger.exception("the policy function raised; everything is denied")
+    except Exception as error:
+        logger.error("the policy function raised (%s); everything is denied", fault_name(error))
         return ToolPolicy.unreadable("tool policy cannot be read: the policy function raised")
     if not isinstance(policy, ToolPolicy):
         kind = type(policy).__name__

@@ -46,6 +46,7 @@ __all__ = [
     "Observation",
     "Words",
     "emit",
+    "fault_name",
     "listen",
     "recent",
     "record",
@@ -53,6 +54,22 @@ __all__ = [
 ]
 
 log = logging.getLogger("lemon_kernel.telemetry")
+
+
+def fault_name(error: BaseException) -> str:
+    """Return what a log record may say of an error: its type, and the line of our own code it came through.
+
+    Its message, its traceback and what they were caused by are content (behaviour 9.1), so no record carries
+    an ``exc_info``; the innermost frame of a module of ours says where to look.
+    """
+    place = ""
+    trace = error.__traceback__
+    while trace is not None:
+        module = trace.tb_frame.f_globals.get("__name__")
+        if isinstance(module, str) and module.startswith(("lemon_kernel.", "lemon_provisioner.")):
+            place = f" at {module}:{trace.tb_lineno}"
+        trace = trace.tb_next
+    return f"{type(error).__name__}{place}"
 
 # --- the catalogue -----------------------------------------------------------------------------------------
 

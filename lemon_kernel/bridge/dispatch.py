@@ -36,6 +36,7 @@ from lemon_shim.wire import MAX_FRAME_BYTES, TEXT_FRAME_SLACK_BYTES, cut_notify,
 
 from ..helpers.base import HelperContext, HelperResult, content_text
 from ..scope import AbortSignal
+from ..telemetry import fault_name
 from .cell import Authority, Limits, Stats
 from .frames import HEAD_BYTES, UnreadableFrame, frame_head, is_call_id, is_unicode, parse_frame
 from .ledger import (
@@ -316,8 +317,8 @@ class Dispatcher:
         if self._on_auth_denied is not None:
             try:
                 self._on_auth_denied()
-            except Exception:
-                logger.exception("the listener for refused frames raised")
+            except Exception as error:
+                logger.error("the listener for refused frames raised (%s)", fault_name(error))
 
     def _text(self, message: dict[str, object], frame: bytes) -> None:
         frame_id = message.get("id")
@@ -348,8 +349,8 @@ class Dispatcher:
         ):
             try:
                 self._on_notify(cut_notify(normalise_text(text)))
-            except Exception:
-                logger.debug("the listener for notify() raised", exc_info=True)
+            except Exception as error:
+                logger.debug("the listener for notify() raised (%s)", fault_name(error))
         self._answer(message.get("id"), True, "")
 
     def _call(self, message: dict[str, object], frame: bytes) -> None:
@@ -407,8 +408,8 @@ class Dispatcher:
     def _policy_reason(self, tool: str) -> str | None:
         try:
             reason = self._policy(tool)
-        except Exception:
-            logger.exception("the policy raised; the call is denied")
+        except Exception as error:
+            logger.error("the policy raised (%s); the call is denied", fault_name(error))
             return denied_by_policy(tool)
         return reason if reason is None else str(reason) or denied_by_policy(tool)
 
@@ -477,8 +478,8 @@ class Dispatcher:
             return _Outcome(False, REQUEST_FAILED)
         except Exception as error:
             return _Outcome(False, _message(error))
-        except BaseException:
-            logger.exception("helper %s tried to end its host", call.tool)
+        except BaseException as error:
+            logger.error("helper %s tried to end its host (%s)", call.tool, fault_name(error))
             return _Outcome(False, REQUEST_FAILED)
 
     async def _denial(self, call: Call, authorize: Authorize) -> Denial | None:
@@ -487,8 +488,8 @@ class Dispatcher:
         except asyncio.CancelledError:
             if _is_being_cancelled():
                 raise
-        except BaseException:
-            logger.exception("approval of %s failed", call.tool)
+        except BaseException as error:
+            logger.error("approval of %s failed (%s)", call.tool, fault_name(error))
         else:
             if denial is None or isinstance(denial, Denial):
                 return denial
@@ -535,7 +536,7 @@ class Dispatcher:
 
     def _contain(self, fault: BaseException) -> None:
         self._authority.stats.accounting_loss = True
-        logger.error("a helper request failed inside the bridge: %s", type(fault).__name__, exc_info=fault)
+        logger.error("a helper request failed inside the bridge (%s)", fault_name(fault))
 
     def _settle(self, entry: Entry) -> None:
         try:
@@ -554,8 +555,8 @@ class Dispatcher:
             return
         try:
             self._release_approval(call.approval_id)
-        except Exception:
-            logger.exception("releasing an approval failed")
+        except Exception as error:
+            logger.error("releasing an approval failed (%s)", fault_name(error))
 
 
 def _abandon(task: asyncio.Task[None]) -> None:

@@ -132,7 +132,7 @@ class _Tracker:
             self._kill()
             trouble = "it does not read"
         except (OSError, ValueError) as error:
-            trouble = str(error)
+            trouble = type(error).__name__  # never its text, which names files (behaviour 9.1)
         if not self._warned:  # once for each spell of trouble, not for each message
             self._warned = True
             _log.warning("no tracker process (%s): if this host is killed, what it launched stays", trouble)
