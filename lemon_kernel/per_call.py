@@ -21,7 +21,7 @@ import os
 import signal
 import socket
 import termios
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -98,6 +98,7 @@ async def run_script(
                 )
         except OSError as error:
             raise InterpreterError(f"execute_code could not start {interpreter}: {error}") from error
+        carrier.has_ended = _is_dead(child)
         tracker.group(run_id, child.pid)
         output.start()
         cut = await _end_of(child, deadline, abort)
@@ -170,6 +171,10 @@ async def _end_of(child: ChildProcess, deadline: float, abort: AbortSignal) -> C
 def _as_shells_say(code: int) -> int:
     """Return an exit status for people: 128 + n for a death by signal n (behaviour 2.7)."""
     return code if code >= 0 else 128 - code
+
+
+def _is_dead(child: ChildProcess) -> Callable[[], bool]:
+    return lambda: child.exited
 
 
 async def _kill(child: ChildProcess) -> None:

@@ -138,6 +138,11 @@ class _Cut(Exception):
         self.reason: Literal["cancelled", "timeout"] = reason
 
 
+def _tell_of_denial() -> None:
+    """A frame of a cell failed authentication; per-call runs have no such event (behaviour 9.1)."""
+    telemetry.emit("coding_agent.python_repl.bridge.deny", {"count": 1}, {"reason": "authentication"})
+
+
 def _is_id(value: object) -> bool:
     return isinstance(value, str) and bool(value.strip())
 
@@ -183,7 +188,7 @@ class Run:
             outcome = self._failure(cut.reason)
             outcome.fallback_reason = fallback_reason
             return outcome
-        dispatcher = self._dispatcher("1", self.abort)
+        dispatcher = self._dispatcher("1", self.abort, None)
         killed = True
         end = None
         reason: Reason | None = "internal_error"
@@ -204,8 +209,7 @@ class Run:
         except ExecuteCodeError:
             raise
         except Exception as error:
-            log.error("execute_code: a per-call run failed inside the host (%s)", type(error).__name__)
-            log.debug("the fault", exc_info=True)
+            log.error("execute_code: a per-call run failed inside the host (%s)", telemetry.fault_name(error))
         finally:
             stats = await dispatcher.close(killed=killed)
         outcome = self._outcome(dispatcher, stats, end.output if end is not None else None, reason)
@@ -257,9 +261,9 @@ class Run:
             if self.request.reset:
                 self.reset_performed = await self._guard(registry.reset(key, scope.owner))
             try:
-                dispatcher = self._dispatcher(f"cell-{next(_cell_numbers)}", cell_abort)
+                dispatcher = self._dispatcher(f"cell-{next(_cell_numbers)}", cell_abort, _tell_of_denial)
             except Exception as error:
-                log.error("execute_code: no grant could be made (%s)", type(error).__name__)
+                log.error("execute_code: no grant could be made (%s)", telemetry.fault_name(error))
                 return self._failure("grant_failed")
             settings = KernelSettings(
                 kernel_idle_timeout_ms=config.kernel_idle_timeout_ms,
@@ -285,8 +289,7 @@ class Run:
         except ExecuteCodeError:
             raise
         except Exception as error:
-            log.error("execute_code: a session run failed inside the host (%s)", type(error).__name__)
-            log.debug("the fault", exc_info=True)
+            log.error("execute_code: a session run failed inside the host (%s)", telemetry.fault_name(error))
         finally:
             cell_abort.abort()
             if dispatcher is not None:
@@ -341,7 +344,9 @@ class Run:
                 log.warning("execute_code: the interpreter did not answer who it is")
         return self.interpreter
 
-    def _dispatcher(self, cell: str, abort: AbortSignal) -> Dispatcher:
+    def _dispatcher(
+        self, cell: str, abort: AbortSignal, on_auth_denied: Callable[[], None] | None
+    ) -> Dispatcher:
         config = self.config
         return Dispatcher(
             cell=cell,
@@ -357,6 +362,7 @@ class Run:
             policy=self.policy,
             authorize=self.authorize,
             on_notify=self.updates.notify,
+            on_auth_denied=on_auth_denied,
             abort=abort,
             release_approval=self.release_approval,
         )

@@ -17,7 +17,7 @@ import asyncio
 import fcntl
 import socket
 import termios
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from .dispatch import Answer, Dispatcher
 
@@ -45,6 +45,9 @@ class PipeCarrier:
         self._max_backlog_bytes = dispatcher.limits.max_rpc_result_bytes + BACKLOG_SLACK_BYTES
         self._is_open = True
         self._takes_answers = True
+        self.has_ended: Callable[[], bool] = lambda: False
+        """Whether the script is over, asked at each read.  The loop may hear of a frame that a child of the
+        script wrote after its death sooner than of the death; such a call must not run (behaviour 5.5)."""
         sock.setblocking(False)
 
     def start(self) -> None:
@@ -100,6 +103,8 @@ class PipeCarrier:
             return -1
         except OSError:
             return 0
+        if data and self.has_ended():  # asked after the read: what came before the end is served
+            self._dispatcher.end_calls()
         self._reader.feed(data)
         return len(data)
 
