@@ -72,6 +72,8 @@ class Link(Protocol):
     @property
     def dead(self) -> asyncio.Event: ...
 
+    def is_dead(self) -> bool: ...
+
     async def run_cell(
         self, code: str, *, number: int, dispatcher: Dispatcher, capture: OutputCapture
     ) -> CellReply: ...
@@ -262,8 +264,8 @@ class SessionKernel:
         self.end(Cause.KERNEL_DIED)
 
     def notice_death(self) -> None:
-        """End an idle kernel whose process is known dead, before anybody relies on it."""
-        if self._life.phase is Phase.IDLE and self._link is not None and self._link.dead.is_set():
+        """End an idle kernel whose process is dead, before anybody relies on it (behaviour 6.4)."""
+        if self._life.phase is Phase.IDLE and self._link is not None and self._link.is_dead():
             self.end(Cause.KERNEL_DIED)
 
     # -- calls ----------------------------------------------------------------------------------------------

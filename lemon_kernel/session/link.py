@@ -290,6 +290,11 @@ class KernelLink:
         if self._pipe is not None:
             self._pipe.drain()
 
+    def is_dead(self) -> bool:
+        """Ask the system whether the process has ended; `dead` is set some turns of the loop later."""
+        process = self._provisioner.process if self._provisioner is not None else None
+        return self.dead.is_set() or (process is not None and process.exited)
+
     async def cancel(self) -> bool:
         """End a kernel whose cell is lost: SIGINT, SIGTERM, SIGKILL, 1 s each; return whether it is dead.
 

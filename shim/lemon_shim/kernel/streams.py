@@ -54,6 +54,9 @@ class CellStreams:
 
     def __init__(self) -> None:
         self._pipe = fcntl.fcntl(1, fcntl.F_DUPFD_CLOEXEC, _SAFE_FD)
+        null = os.open(os.devnull, os.O_WRONLY)
+        self._null = fcntl.fcntl(null, fcntl.F_DUPFD_CLOEXEC, _SAFE_FD)
+        os.close(null)
         status = os.fstat(self._pipe)
         self._identity = (status.st_dev, status.st_ino)
         self.stdout = _open(1)
@@ -97,6 +100,8 @@ class CellStreams:
             except OSError:
                 intact = False
             if not intact:
+                _dup2(self._null, descriptor)
+                self.flush()  # what could not be written there must not surface in a later cell
                 _dup2(self._pipe, descriptor)
         if not _usable(self.stdout, 1):
             self.stdout = _open(1)
