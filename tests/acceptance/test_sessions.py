@@ -253,9 +253,9 @@ def test_a_cell_that_obeys_sigterm_is_not_killed(session: Agent) -> None:
     lines = (session.cwd / "signals").read_text().split("\n")[:-1]
     assert [line.split()[0] for line in lines] == ["INT", "TERM", "left"]
     interrupted, terminated, _ = (float(line.split()[1]) for line in lines)
-    assert -0.1 < interrupted - deadline < 0.7
+    assert -0.1 < interrupted - deadline < 1
     assert 0.9 < terminated - interrupted < 1.7
-    assert 1 < gone_after_s < 2.7
+    assert 1 < gone_after_s < 3
 
 
 @pytest.mark.case(322)
@@ -343,6 +343,26 @@ def test_a_crash_keeps_the_output_and_is_never_replayed(session: Agent) -> None:
     assert (session.cwd / "log").read_text() == "one line\n"
 
 
+@pytest.mark.parametrize("way", ["killed", "leaves"])
+def test_a_kernel_that_died_between_two_cells_is_replaced(session: Agent, way: str) -> None:
+    """A call finds out that the process is dead and gets a new kernel, with nothing to report (behaviour 6.4)."""
+    pid = pid_of(session)
+    if way == "killed":
+        os.kill(pid, signal.SIGKILL)
+    else:
+        session.run(
+            "import os, threading, time\n"
+            "def leave():\n    while not os.path.exists('go'):\n        time.sleep(0.01)\n    os._exit(0)\n"
+            "threading.Thread(target=leave).start()"
+        )
+        (session.cwd / "go").touch()
+    with contextlib.suppress(ChildProcessError):  # the host has reaped it already
+        os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+    result = session.run(IS_X_THERE)
+
+    assert (result.text, flags(result)) == ("False\n", FRESH)
+
+
 # -- threads ------------------------------------------------------------------------------------------------
 
 
@@ -427,6 +447,19 @@ threading.Thread(target=late).start()
         0
     ] * 4
     assert asked == []
+
+
+@pytest.mark.parametrize("broken", ["os.close(1)", "os.close(2)", "os.close(1); os.close(2)"])
+def test_what_could_not_be_written_is_in_no_later_cell(standing: Agent, broken: str) -> None:
+    """A script that closes its own descriptors fails alone: the next cell's output is its own (behaviour 6.10)."""
+    result = standing.run(
+        f"import os, sys\n{broken}\nsys.stderr.write('lost')\nprint('lost')\nraise ValueError"
+    )
+    assert flags(result) == EXCEPTION
+
+    assert printed(standing, "print('mine')") == "mine\n"
+    after = standing.run("print('mine')\nraise SystemExit")
+    assert after.text == "Script raised SystemExit\n\nmine\n"
 
 
 # -- what selects a kernel ----------------------------------------------------------------------------------
