@@ -545,6 +545,8 @@ class PolicyConfig(_Table):
 
     unreadable: str | None = None
     """Why everything is denied: ``tool policy cannot be read: <key> from <source> ...``, or None."""
+    unreadable_at: tuple[str, Source] | None = None
+    """The key and the source that `unreadable` names, for a message that says what to mend where."""
 
     def policy(self) -> ToolPolicy:
         """Return the policy that the table stands for; an unreadable one denies everything."""
@@ -552,8 +554,28 @@ class PolicyConfig(_Table):
             return ToolPolicy.unreadable(self.unreadable)
         return ToolPolicy(**self.values())
 
+    def decided_by(self, tool: str) -> tuple[str, Source]:
+        """Return the key that denies `tool`, or that has a person asked about it, and who set that.
+
+        For a message that says what to change where; the order is that of behaviour 4.1.
+        """
+        if self.unreadable_at is not None:
+            return self.unreadable_at
+        policy = self.policy()
+        if tool in policy.blocked_tools:
+            key = "blocked_tools"
+        elif tool in policy.deny:
+            key = "deny"
+        elif not isinstance(policy.allow, str) and tool not in policy.allow:
+            key = "allow"
+        elif not policy.allowed(tool):
+            key = "profile"
+        else:
+            key = "require_approval" if tool in policy.require_approval else "approvals"
+        return f"{self.table}.{key}", self._sources[key]
+
     def _resolve(self, layers: Sequence[Layer], cwd: str, home: str) -> None:
-        self.unreadable = None
+        self.unreadable = self.unreadable_at = None
         super()._resolve(layers, cwd, home)
 
     def _reject(self, name: str, source: Source, reason: str) -> None:
@@ -561,6 +583,7 @@ class PolicyConfig(_Table):
         if self.unreadable is None:
             key = f"{self.table}.{name}" if name else self.table
             self.unreadable = f"tool policy cannot be read: {key} from {source}: {reason}"
+            self.unreadable_at = (key, source)
 
     def _warn_rejected(self, name: str, rejected: Sequence[str], outcome: str) -> None:
         log.warning(

@@ -71,6 +71,7 @@ def fault_name(error: BaseException) -> str:
         trace = trace.tb_next
     return f"{type(error).__name__}{place}"
 
+
 # --- the catalogue -----------------------------------------------------------------------------------------
 
 Event = Literal[

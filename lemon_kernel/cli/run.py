@@ -22,10 +22,12 @@ from ..errors import UsageError
 from ..scope import AbortSignal
 from . import INTERRUPTED_STATUS
 from .app import FAILED, OK, REFUSED, Command
+from .approvals import NobodyToAsk, WatchedPolicy, at_terminal, hint
 
 if TYPE_CHECKING:
     from types import FrameType
 
+    from ..approvals import ApprovalBroker
     from ..policy import ToolPolicy
     from ..result import ToolResult, ToolUpdate
     from ..tool import ExecuteCode
@@ -45,6 +47,9 @@ class RunApp(Command):
     Each file runs in a fresh process. With --session NAME the files are cells on one kernel, which ends with
     the command; the first cell that fails is the last that runs. State across commands: use a notebook or the
     Python API. "-" is standard input. Typing this command enables the tool, whatever the configuration says.
+
+    What the policy wants approved is asked at the terminal: y once, a for the same call until the command ends,
+    anything else denies. Without a terminal it is denied.
 
     Exit status: 0 ok, 1 the script failed or timed out, 2 usage, 3 refused, 130 interrupted.
     """
@@ -79,35 +84,48 @@ class RunApp(Command):
         scripts = {file: _source(file) for file in self.extra_args}
         sources = self.layers()
         home = os.path.expanduser("~")
-        policy = PolicyConfig.resolve(sources, cwd=folder, home=home).policy()
+        table = PolicyConfig.resolve(sources, cwd=folder, home=home)
+        policy = WatchedPolicy(table)
         config = ExecuteCodeConfig.resolve(sources, cwd=folder, home=home)
         config = config.with_values(enabled=True, kernel_mode="session" if self.session else "per_call")
         abort = AbortSignal()
-        with _interrupt_aborts(abort), self._tool(folder, config, policy) as tool:
+        with (
+            _interrupt_aborts(abort),
+            at_terminal() as person,
+            self._tool(folder, config, policy, person) as tool,
+        ):
             for number, file in enumerate(self.extra_args, start=1):
                 result = tool.run_sync({"script": scripts[file]}, abort=abort, on_update=_progress())
                 self._show(result, file, number)
+                _explain_denials(policy, person, table)
                 self.status = _status(result, abort)
                 if self.status != OK:
                     return
 
     @contextmanager
-    def _tool(self, folder: str, config: ExecuteCodeConfig, policy: ToolPolicy) -> Iterator[ExecuteCode]:
-        """Give the tool, with a registry of its own for a session, which ends with the command."""
+    def _tool(
+        self, folder: str, config: ExecuteCodeConfig, policy: ToolPolicy, person: ApprovalBroker
+    ) -> Iterator[ExecuteCode]:
+        """Give the tool, with a registry of its own for a session, which ends with the command.
+
+        Without a session there is a scope too: what a person approves for the session holds for the command.
+        """
+        from ..scope import Owner, SessionScope
         from ..tool import ExecuteCode
 
-        if not self.session:
-            yield ExecuteCode(folder, config=config, policy=policy)
-            return
-        from .. import hostloop
-        from ..scope import Owner, SessionScope
-        from ..session.registry import KernelRegistry
-
-        registry = KernelRegistry()
         with Owner() as owner:
+            scope = SessionScope(self.session or "command", "lemon-kernel run", owner)
+            if not self.session:
+                yield ExecuteCode(folder, config=config, policy=policy, approvals=person, scope=scope)
+                return
+            from .. import hostloop
+            from ..session.registry import KernelRegistry
+
+            registry = KernelRegistry()
             try:
-                scope = SessionScope(self.session, "lemon-kernel run", owner)
-                yield ExecuteCode(folder, config=config, policy=policy, registry=registry, scope=scope)
+                yield ExecuteCode(
+                    folder, config=config, policy=policy, approvals=person, registry=registry, scope=scope
+                )
             finally:
                 hostloop.run(registry.aclose())
 
@@ -126,11 +144,19 @@ class RunApp(Command):
         if place is not None:
             print(place)
         sys.stdout.flush()
-        denied = result.details.get("rpc_denied")
-        if denied:
+
+
+def _explain_denials(policy: WatchedPolicy, person: ApprovalBroker, table: PolicyConfig) -> None:
+    """Say on stderr what to change where to allow what was denied; the text of a denial stays (behaviour 4.3)."""
+    denied, policy.denied = policy.denied, set()
+    for tool in sorted(denied):
+        print(f"lemon-kernel run: {tool} was denied; {hint(tool, table)}", file=sys.stderr)
+    if isinstance(person, NobodyToAsk):
+        asked, person.asked = person.asked, set()
+        for tool in sorted(asked):
             print(
-                f"lemon-kernel run: {denied} helper call(s) denied; to allow them, change "
-                "[runtime.tools.policy] in ~/.lemon/config.toml (lemon-kernel config shows who says what)",
+                f"lemon-kernel run: {tool} needs an approval and there is no terminal to ask at; "
+                f"{hint(tool, table)}",
                 file=sys.stderr,
             )
 
