@@ -52,10 +52,10 @@ class Gate:
 
     def wait_for(self, count: int) -> list[Held]:
         """Wait until `count` calls have arrived, and return all that have."""
-        wait_until(lambda: len(self.held) >= count, 10, f"arrival of {count} calls")
+        wait_until(lambda: len(self.held) >= count, 20, f"arrival of {count} calls")
         return self.held[:]
 
     def call(self, path: str) -> Held:
         """Wait for the call whose ``path`` parameter is `path`."""
-        wait_until(lambda: any(call.params.get("path") == path for call in self.held), 10, path)
+        wait_until(lambda: any(call.params.get("path") == path for call in self.held), 20, path)
         return next(call for call in self.held if call.params.get("path") == path)

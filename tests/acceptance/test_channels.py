@@ -71,7 +71,7 @@ def test_blocks_survive_a_timeout(agent: Agent) -> None:
 def test_blocks_survive_an_abort(agent: Agent) -> None:
     """The same holds for an abort."""
     run = agent.start("import time; text('partial'); open('started', 'w'); time.sleep(30)")
-    wait_until((agent.cwd / "started").exists)
+    wait_until((agent.cwd / "started").exists, 20)
     run.abort()
 
     assert run.result().text == f"Script cancelled.\n\n{with_blocks('partial')}"
@@ -256,7 +256,7 @@ def test_notify_is_forwarded_during_the_run(agent: Agent) -> None:
         "while not os.path.exists('seen'): time.sleep(0.01)\nprint('end')",
         on_update=updates,
     )
-    wait_until(lambda: len(updates) == 2, what="two updates during the run")
+    wait_until(lambda: len(updates) == 2, 20, "two updates during the run")
     assert not run.done
     (agent.cwd / "seen").touch()
 
@@ -272,6 +272,23 @@ def test_notify_as_the_last_statement(agent: Agent) -> None:
 
     assert result.text == NOTHING
     assert updates == ["notify: last"]
+
+
+@pytest.mark.case(195)
+@pytest.mark.parametrize("end", ["", "import os; os._exit(0)"], ids=["end", "exit"])
+def test_frames_sent_right_before_the_end(per_call: Agent, end: str) -> None:
+    """What the socket holds when the script is over is still taken, though nobody waited for it (5.5)."""
+    updates = Updates()
+    result = per_call.run(
+        "from lemon_tools import _raw\n"
+        "t = _raw.token\n"
+        "for n in range(20):\n    _raw({'type': 'notify', 'token': t, 'msg': str(n)})\n"
+        f"_raw({{'type': 'text', 'token': t, 'n': 1, 'text': 'last words'}})\n{end}",
+        on_update=updates,
+    )
+
+    assert updates == [f"notify: {n}" for n in range(20)]
+    assert with_blocks("last words") in result.text
 
 
 @pytest.mark.case(196)

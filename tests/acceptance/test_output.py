@@ -223,7 +223,7 @@ def test_output_of_leftover_threads_is_in_no_cell(session: Agent) -> None:
         "threading.Thread(target=later).start()\nprint('first')"
     )
     (session.cwd / "go").touch()
-    wait_until((session.cwd / "went").exists)
+    wait_until((session.cwd / "went").exists, 20)
 
     assert first.text == "first\n"
     assert session.run("print('second')").text == "second\n"

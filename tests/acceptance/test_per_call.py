@@ -143,7 +143,7 @@ def test_reset_is_accepted_and_redundant(per_call: Agent, reset: bool) -> None:
 def test_abort_ends_a_sleeping_script(per_call: Agent) -> None:
     """An abort is answered at once with the cancelled text."""
     run = per_call.start("import time; open('started', 'w'); time.sleep(10)")
-    wait_until((per_call.cwd / "started").exists)
+    wait_until((per_call.cwd / "started").exists, 20)
     begun = time.monotonic()
     run.abort()
     result = run.result()
