@@ -91,7 +91,7 @@ def page() -> str:
         "| names of frames | always `<cell 1>` | `<cell N>`, N counts the kernel's cells |",
         "| `__file__` | the staged script | not defined |",
         "| `display()`, `get_ipython()`, `In`, `Out` | not defined | IPython's |",
-        "| atexit functions | run at the end of the script | run when the kernel ends |",
+        "| atexit functions | run at the end of the script | never run: a kernel is ended by signals |",
     ]
     lines += [f"| {name} | {per_call} | {session} |" for name, (per_call, session) in DIFFERENT.items()]
     return "\n".join(lines) + "\n"
