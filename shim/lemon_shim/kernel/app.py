@@ -102,6 +102,20 @@ class LemonKernelApp(IPKernelApp):
 
     # Session launch
 
+    def parse_command_line(self, argv: Any = None) -> None:
+        """Take the arguments of a session launch as they are; the parser for all of ipykernel's costs 10 ms."""
+        words = sys.argv[1:] if argv is None else list(argv)
+        if len(words) != 3 or words[0] != "-f" or words[2] != SESSION_FLAG:
+            super().parse_command_line(argv)
+            return
+        self.argv, self.extra_args = words, []
+        self.connection_file, self.session_launch = words[1], True
+
+    def init_pdb(self) -> None:
+        """Leave ``pdb`` as it is in session kernels, as it is in per-call scripts."""
+        if not self.session_launch:
+            super().init_pdb()
+
     def init_profile_dir(self) -> None:
         if not self.session_launch:
             super().init_profile_dir()

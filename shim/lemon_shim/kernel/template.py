@@ -39,8 +39,10 @@ parent, and all kernels of one template share the seed of string hashes.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import gc
+import importlib
 import json
 import os
 import select
@@ -55,6 +57,16 @@ SETUP_FAILED_STATUS = 98
 MAX_PACKET_BYTES = 65_536
 DESCRIPTORS_IN_REQUEST = 3
 
+_IMPORTED_LATE = (
+    "faulthandler",
+    "tornado.platform.asyncio",
+    "IPython.utils.wildcard",
+    "IPython.core.oinspect",
+    "IPython.core.completerlib",
+    "unicodedata",
+)
+"""What ipykernel and IPython import only while they set a kernel up; it costs as much as the rest of that."""
+
 _RUN_ID = "LEMON_RUN_ID"
 
 
@@ -64,6 +76,9 @@ def serve(control: int) -> int:
     `control` is the number of our end of the socket pair.
     """
     folders = [[folder, _mtime_ns(folder)] for folder in sys.path]
+    for name in _IMPORTED_LATE:
+        with contextlib.suppress(ImportError):
+            importlib.import_module(name)
     marker = _marker()
     gc.collect()
     gc.freeze()
