@@ -44,7 +44,10 @@ class DirectTool:
     async def execute(
         self, params: Mapping[str, object], *, abort: AbortSignal | None = None, run_id: str | None = None
     ) -> ToolResult:
-        """Call the tool; raises :class:`HelperError` with the text a script's ``ToolError`` would have."""
+        """Call the tool; raises :class:`HelperError` with the text a script's ``ToolError`` would have.
+
+        `abort` reaches the tool as its signal, and ends a prompt that still waits as denied.
+        """
         caller = hostloop.CallerLoop()
         return await hostloop.call(self._execute(dict(params), abort or AbortSignal(), caller, run_id))
 
@@ -52,9 +55,11 @@ class DirectTool:
         self, params: dict[str, object], abort: AbortSignal, caller: hostloop.CallerLoop, run_id: str | None
     ) -> ToolResult:
         call = Call(id=0, tool=self.name, params=params, call_id=self.name, approval_id=new_approval_id())
+        forget = abort.on_abort(lambda: self._tool.release_approval(call.approval_id))
         try:
             denial = await self._tool.authorize(caller, run_id)(call)
         finally:
+            forget()
             self._tool.release_approval(call.approval_id)
         if denial is not None:
             raise HelperError(denial.message)
@@ -104,9 +109,10 @@ def find_tool(
     *,
     config: ExecuteCodeConfig | None = None,
     policy: PolicySource | None = None,
+    approvals: ApprovalBroker | None = None,
 ) -> Tool:
     """Return the tool called `name`; raises :class:`ToolNotFoundError` when it is not registered."""
-    for tool in tools(cwd, config=config, policy=policy):
+    for tool in tools(cwd, config=config, policy=policy, approvals=approvals):
         if tool.name == name:
             return tool
     raise ToolNotFoundError(f"tool not found: {name}")

@@ -9,10 +9,18 @@ from typing import Any
 
 import pytest
 
-from lemon_kernel import ApprovalBroker, ExecuteCodeConfig, HelperContext, HelperError, ToolPolicy, tools
+from lemon_kernel import (
+    AbortSignal,
+    ApprovalBroker,
+    ExecuteCodeConfig,
+    HelperContext,
+    HelperError,
+    ToolPolicy,
+    tools,
+)
 from lemon_kernel.approvals import ApprovalRequest, Decision, Done, NotPending, Resolution, RunIdentity
 
-from .conftest import Agent, wait_until
+from .conftest import Agent, Pending, wait_until
 from .doubles import Answered, Person, answered, ask, asking, emptied, files, standing_agent
 
 ASK_READ = ToolPolicy(require_approval=["read"])
@@ -333,6 +341,7 @@ def test_an_abort_cancels_the_prompt_for_the_call_itself(agent: Agent) -> None:
 def test_a_timeout_cancels_the_prompt(agent: Agent) -> None:
     """The call that waited for a person is counted as lost, and its tool never runs afterwards."""
     person, tool = Person(), Tool()
+    agent.run("pass")  # the second is the call's, not that of a kernel's start
 
     result = agent.run(
         'read("f")', timeout_ms=1000, policy=ASK_READ, approvals=person, helpers={"read": tool}
@@ -458,3 +467,62 @@ def test_direct_calls_of_a_helper_pass_the_same_approval(per_call: Agent, decisi
     else:
         assert asyncio.run(tool.execute({"path": "f"})).text == "1: secret"
     assert [(prompt.tool, prompt.action) for prompt in person.prompts] == [("read", {"path": "f"})]
+
+
+@pytest.mark.case(144)
+def test_an_abort_ends_the_prompt_of_a_direct_call(per_call: Agent) -> None:
+    """Nobody waits for a person whose answer nobody wants; a late answer installs nothing."""
+    person, abort = Person(), AbortSignal()
+    tool = tools(per_call.cwd, config=ExecuteCodeConfig(), policy=ASK_READ, approvals=person)[0]
+    run = Pending(lambda: asyncio.run(tool.execute({"path": "f"}, abort=abort)), abort)
+    prompt = person.next_prompt()
+
+    run.abort()
+
+    with pytest.raises(HelperError, match=r"^approval denied for 'read'$"):
+        run.result()
+    assert person.pending() == []
+    assert person.resolve(prompt.id, "approve_global") is NotPending
+    assert person.approved_by(RunIdentity(), "read", {"path": "f"}) is None
+
+
+@pytest.mark.case(129, 133)
+def test_a_call_that_nobody_can_be_asked_about_is_refused(agent: Agent) -> None:
+    """Without a broker the outer approval denies too; nothing runs and nothing but ``denied`` is told."""
+    result = agent.run('open("ran", "w").close()', policy=ToolPolicy(require_approval=["execute_code"]))
+
+    assert result.details == {"denied": True}
+    assert result.text == ("Tool 'execute_code' execution was denied: approval failed for 'execute_code'")
+    assert not (agent.cwd / "ran").exists()
+
+
+@pytest.mark.case(129)
+def test_a_stored_approval_serves_the_call_itself(agent: Agent) -> None:
+    """The wildcard for ``execute_code`` approves any script, without a prompt."""
+    person = Person("deny")
+    person.store("global", None, "execute_code", "any")
+
+    result = agent.run('print("ran")', policy=ToolPolicy(require_approval=["execute_code"]), approvals=person)
+
+    assert (result.text, person.prompts) == ("ran\n", [])
+
+
+@pytest.mark.case(129)
+def test_the_prompt_for_a_call_ends_with_whoever_awaits_it(agent: Agent) -> None:
+    """Cancelling the awaiting task is the caller's death: the prompt goes, and nothing ever runs."""
+    person = Person()
+    tool = agent.tool(policy=ToolPolicy(require_approval=["execute_code"]), approvals=person)
+
+    async def main() -> None:
+        call = asyncio.create_task(tool.execute({"script": 'open("ran", "w").close()'}))
+        while not person.prompts:
+            await asyncio.sleep(0.005)
+        call.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await call
+
+    asyncio.run(main())
+
+    assert person.pending() == []
+    assert person.resolve(person.prompts[0].id, "approve_once") is NotPending
+    assert not (agent.cwd / "ran").exists()

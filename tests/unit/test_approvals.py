@@ -28,6 +28,7 @@ from lemon_kernel.approvals import (
 from lemon_kernel.bridge.dispatch import Call, Denial, Stats
 from lemon_kernel.policy import PolicySource, ToolPolicy
 
+from ..conftest import SOAK
 from .bridge_harness import Bridge
 
 ME = RunIdentity(run_id="run", session_id="session", session_key="agent:ada:main", agent_id=None)
@@ -425,12 +426,15 @@ def test_whoever_ends_a_prompt_first_wins() -> None:
 
 @pytest.mark.case(142)
 def test_of_a_storm_exactly_one_wins() -> None:
-    """Eight threads resolve and eight cancel at once: one is Done, and the waiter has that one's outcome."""
+    """Eight threads resolve and eight cancel at once: one is Done, and the waiter has that one's outcome.
+
+    A hundred times here, a thousand times in ``make soak``.
+    """
 
     async def main() -> None:
         loop = asyncio.get_running_loop()
         with ThreadPoolExecutor(16) as pool:
-            for _ in range(20):
+            for _ in range(1000 if SOAK else 100):
                 broker = ApprovalBroker()
                 asking = asyncio.ensure_future(ask(broker))
                 (request,) = await pending(broker)
