@@ -152,6 +152,12 @@ def test_interrupt_is_answered() -> None:
         await manager.interrupt_kernel()
         assert (await running)["ename"] == "KeyboardInterrupt"
 
+        for _ in range(5):
+            running = asyncio.ensure_future(execute(client, "import asyncio\nawait asyncio.sleep(600)"))
+            await asyncio.sleep(0.2)
+            await manager.interrupt_kernel()
+            assert (await running)["ename"] == "CancelledError"
+
         async def storm() -> None:
             while True:
                 await manager.interrupt_kernel()

@@ -37,6 +37,14 @@ def test_async_cells_ask_the_channel_thread_for_its_parent() -> None:
     assert isinstance(kernelbase.Kernel._supports_kernel_subshells, property)
 
 
+def test_awaiting_cells_are_cancelled_through_one_method() -> None:
+    """``_cancel_on_sigint(future)`` is the context manager round an awaiting cell; we bring our own."""
+    assert "self._cancel_on_sigint" in inspect.getsource(ipkernel.IPythonKernel.do_execute)
+    assert "self.io_loop.add_callback(set_sigint_result)" in inspect.getsource(
+        ipkernel.IPythonKernel._cancel_on_sigint
+    )
+
+
 def test_main_shell_has_one_lock() -> None:
     """Cells of the main shell are serialised by ``_main_asyncio_lock``; our agent cells take it too."""
     assert "_main_asyncio_lock" in inspect.getsource(kernelbase.Kernel.shell_main)
