@@ -310,10 +310,16 @@ class Dispatcher:
             self._authority.stats.errors += 1
         self._answer(frame_id, False, INVALID_REQUEST)
 
-    def _deny_frame(self, frame_id: object = None) -> None:
-        """Refuse a frame that nothing vouches for (behaviour 5.1, steps 1 and 2)."""
+    def _deny_frame(self, message: dict[str, object] | None = None) -> None:
+        """Refuse a frame that nothing vouches for (behaviour 5.1, steps 1 and 2).
+
+        `message` is given where it has an id to answer.  A frame that names another cell gets no answer: it was on
+        its way when its cell ended (an interrupted ``text()``, a leftover thread), and a call of *this* cell, whose
+        ids count from 1 as well, would take the refusal for its own.
+        """
         self._authority.stats.denied += 1
-        self._answer(frame_id, False, AUTHENTICATION_FAILED)
+        if message is not None and message.get("cell", self.cell) == self.cell:
+            self._answer(message.get("id"), False, AUTHENTICATION_FAILED)
         if self._on_auth_denied is not None:
             try:
                 self._on_auth_denied()
@@ -323,7 +329,7 @@ class Dispatcher:
     def _text(self, message: dict[str, object], frame: bytes) -> None:
         frame_id = message.get("id")
         if not self._authority.admits(message.get("token")):
-            self._deny_frame(frame_id)
+            self._deny_frame(message)
             return
         number, text = message.get("n"), message.get("text")
         if (
@@ -362,7 +368,7 @@ class Dispatcher:
         elif len(frame) > MAX_FRAME_BYTES:
             self._refuse_unread("call", call_id)
         elif not authority.admits(message.get("token")):
-            self._deny_frame(call_id)
+            self._deny_frame(message)
         elif authority.has_seen(call_id):
             authority.stats.errors += 1
             self._answer(call_id, False, ALREADY_PROCESSED)

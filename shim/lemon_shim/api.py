@@ -23,6 +23,7 @@ from __future__ import annotations
 import _thread
 import posix
 from _json import encode_basestring_ascii
+from itertools import count
 
 from .wire import (
     BATCH_WORKERS,
@@ -43,6 +44,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
 __all__ = ["ToolError", "batch", "find", "grep", "ls", "notify", "read", "text", "webfetch"]
+
+COUNTERS_TIMEOUT_S = 5
 
 MAX_PARAMETER_DEPTH = 64
 """How deep lists and objects in a parameter may nest; what goes deeper is a cycle or a mistake."""
@@ -76,14 +79,14 @@ class Carrier:
 class _Grant:
     """The script's side of one run's authority: where frames go and what has been charged."""
 
-    __slots__ = ("carrier", "cell", "charged_bytes", "max_text_bytes", "next_id", "number", "token")
+    __slots__ = ("carrier", "cell", "charged_bytes", "ids", "max_text_bytes", "number", "token")
 
     def __init__(self, carrier: Carrier, cell: str, token: str, max_text_bytes: int) -> None:
         self.carrier = carrier
         self.cell = cell
         self.token = token
         self.max_text_bytes = max_text_bytes
-        self.next_id = 0
+        self.ids = count(1)  # next() is one step: it takes no lock that an interrupt could leave taken
         self.number = 0  # of the newest text block
         self.charged_bytes = 0
 
@@ -139,25 +142,31 @@ def _authority(tool: str) -> _Grant:
     return grant
 
 
-def _enter_counters(tool: str) -> None:
-    """Take the lock of the counters.
+def _number_block(grant: _Grant, escaped_bytes: int) -> int:
+    """Charge a text block and return its number; raise ToolError when the budget does not have it.
 
-    A signal handler that interrupted its own thread inside the lock cannot wait for it, and a lock that an
-    interrupt left taken must not hang other threads: both get ToolError.
+    An interrupt may strike anywhere in here and must not leave the lock taken, for every later ``text()`` of a
+    kernel would hang on it.  ``list.extend(map(...))`` is one step for the interpreter (``pipe.py`` says more), so
+    what was acquired is known to the ``finally``.  A signal handler that interrupted its own thread in here cannot
+    wait for it and gets ToolError.
     """
     if _counters._is_owned():  # type: ignore[attr-defined]
-        raise ToolError(tool + "() cannot be called by a signal handler that interrupted another call", tool)
-    if not _counters.acquire(timeout=5):
-        raise ToolError(tool + "() could not take its number: another thread holds the lock", tool)
-
-
-def _new_id(grant: _Grant, tool: str) -> int:
-    _enter_counters(tool)
+        raise ToolError("text() cannot be called by a signal handler that interrupted another call", "text")
+    held: list[bool] = []
     try:
-        grant.next_id += 1
-        return grant.next_id
+        held.extend(map(_counters.acquire, (True,), (COUNTERS_TIMEOUT_S,)))
+        if not held[0]:
+            raise ToolError("text() could not take its number: another thread holds the lock", "text")
+        number = grant.number + 1
+        charge_bytes = text_charge_bytes(number, escaped_bytes)
+        if grant.charged_bytes + charge_bytes > grant.max_text_bytes:
+            raise ToolError(text_over_budget(grant.charged_bytes, charge_bytes, grant.max_text_bytes), "text")
+        grant.number = number
+        grant.charged_bytes += charge_bytes
+        return number
     finally:
-        _counters.release()
+        if True in held:
+            _counters.release()
 
 
 def _string(value: object, what: str, tool: str) -> str:
@@ -229,7 +238,7 @@ def _call(tool: str, params: Mapping[str, object]) -> str:
             key = _string(name, "the name of a parameter", tool)
             parts.append(key + ":" + _encode(value, "parameter '" + name + "'", tool))
     body = ',"tool":' + _string(tool, "the tool's name", tool) + ',"params":{' + ",".join(parts) + "}}"
-    call_id = _new_id(grant, tool)
+    call_id = next(grant.ids)
     frame = (_head("call", call_id, grant) + body).encode("ascii")
     if len(frame) > MAX_FRAME_BYTES:
         raise ToolError(request_too_large(len(frame)), tool)
@@ -363,17 +372,8 @@ def text(value: object) -> None:
     """
     grant = _authority("text")
     escaped = encode_basestring_ascii(normalise_text(value))
-    _enter_counters("text")
-    try:
-        number = grant.number + 1
-        charge_bytes = text_charge_bytes(number, len(escaped))
-        if grant.charged_bytes + charge_bytes > grant.max_text_bytes:
-            raise ToolError(text_over_budget(grant.charged_bytes, charge_bytes, grant.max_text_bytes), "text")
-        grant.number = number
-        grant.charged_bytes += charge_bytes
-        call_id = grant.next_id = grant.next_id + 1
-    finally:
-        _counters.release()
+    number = _number_block(grant, len(escaped))
+    call_id = next(grant.ids)
     frame = _head("text", call_id, grant) + ',"n":' + str(number) + ',"text":' + escaped + "}"
     _content(grant, call_id, frame.encode("ascii"), "text")
 
@@ -389,7 +389,7 @@ def notify(msg: object) -> None:
     grant = _authority("notify")
     try:
         escaped = encode_basestring_ascii(cut_notify(normalise_text(msg)))
-        call_id = _new_id(grant, "notify")
+        call_id = next(grant.ids)
         frame = _head("notify", call_id, grant) + ',"msg":' + escaped + "}"
         grant.carrier.exchange(call_id, frame.encode("ascii"), NOTIFY_ACK_TIMEOUT_MS / 1000)
     except Exception:  # noqa: S110 - a message that cannot be shown is no reason to end a script
