@@ -86,10 +86,16 @@ def _end_of_head(script: str) -> int | None:
     end: tuple[int, int] | None = None
     statement: list[tokenize.TokenInfo] = []
     is_first = True
+    depth = 0
     try:
         for token in tokenize.generate_tokens(io.StringIO(script, newline="\n").readline):
             if token.type in (tokenize.COMMENT, tokenize.NL):
                 continue
+            if token.type in (tokenize.INDENT, tokenize.DEDENT):  # a blank line with a backslash makes both
+                depth += 1 if token.type == tokenize.INDENT else -1
+                continue
+            if depth:
+                break
             if token.type not in (tokenize.NEWLINE, tokenize.ENDMARKER) and token.string != ";":
                 statement.append(token)
                 continue

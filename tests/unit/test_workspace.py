@@ -392,7 +392,7 @@ def test_one_folder_with_one_file_needs_three_visits(
     assert [record.levelno for record in caplog.records] == [logging.WARNING] * left
     if left:
         assert mode(folder) == "drwx------"
-        assert folder in caplog.text
+        assert folder not in caplog.text  # log records name no paths (behaviour 9.1)
 
 
 @pytest.mark.parametrize("shape", [(1, 0), (3, 2), (0, 7), (5, 5)])
