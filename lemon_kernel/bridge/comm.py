@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING
 from lemon_shim.message import decode, encode
 from lemon_shim.wire import COMM_TARGET
 
+from .frames import HEAD_BYTES
+
 if TYPE_CHECKING:
     from .dispatch import Answer, Dispatcher
 
@@ -61,8 +63,18 @@ class CommCarrier:
         """Drop frames from now on.  Answers of the dispatcher that was attached still go out; nobody may wait."""
         self._dispatcher = None
 
-    def receive(self, content: bytes) -> None:
-        """Take the content of a ``comm_msg`` of this comm's topic; never raises."""
+    def receive(self, content: bytes | memoryview) -> None:
+        """Take the content of a ``comm_msg`` of this comm's topic; never raises.
+
+        One that holds an oversized frame is not copied, but for the start in which the dispatcher looks for
+        what to answer (behaviour 5.8).
+        """
+        if self._dispatcher is not None and len(content) > self._dispatcher.max_frame_bytes + len(self._head):
+            start = len(self._head) if content[: len(self._head)] == self._head else 0
+            head = bytes(content[start : start + HEAD_BYTES])
+            self._dispatcher.receive_oversized(head, len(content) - start)
+            return
+        content = bytes(content)
         if content.startswith(self._head) and content.endswith(b"}"):
             frame = content[len(self._head) : -1]
         else:

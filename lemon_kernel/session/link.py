@@ -59,6 +59,8 @@ READ_BYTES = 65_536
 DRAIN_INTERVAL_S = 0.002
 """While little output comes the pipe is read at most this often: a line is not worth a wake-up."""
 MESSAGES_PER_TURN = 200
+COPY_BYTES = 1 << 20
+"""A larger part of a message is looked at where zmq received it: one copy of it is what memory may grow by (5.8)."""
 
 
 class StartupError(Exception):
@@ -86,7 +88,7 @@ class _Channel:
     """One zmq socket on the running loop; `receive` gets the frames of each message."""
 
     def __init__(
-        self, socket: zmq.Socket[bytes], endpoint: str, receive: Callable[[list[bytes]], None]
+        self, socket: zmq.Socket[bytes], endpoint: str, receive: Callable[[list[bytes | memoryview]], None]
     ) -> None:
         self._socket = socket
         self._receive = receive
@@ -114,10 +116,10 @@ class _Channel:
             if self._socket.closed:
                 return
             try:
-                frames = self._socket.recv_multipart(zmq.NOBLOCK)
+                parts = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
             except zmq.Again:
                 return
-            self._receive(frames)
+            self._receive([part.bytes if len(part) <= COPY_BYTES else part.buffer for part in parts])
         self._loop.call_soon(self.pump)
 
     def close(self) -> None:
@@ -355,7 +357,7 @@ class KernelLink:
             raise ProtocolFault("another kernel answered")
         self._kernel_session = informed
 
-    def _connect(self, kind: int, name: str, receive: Callable[[list[bytes]], None]) -> _Channel:
+    def _connect(self, kind: int, name: str, receive: Callable[[list[bytes | memoryview]], None]) -> _Channel:
         manager = self._manager
         assert manager is not None
         socket: zmq.Socket[bytes] = _context().socket(kind)
@@ -409,7 +411,7 @@ class KernelLink:
         if self._control is not None:
             self._control.send(self._signer.frames(kind, content))
 
-    def _on_shell(self, frames: list[bytes]) -> None:
+    def _on_shell(self, frames: list[bytes | memoryview]) -> None:
         cell = self._cell
         message = self._signer.open(frames)
         if message is None or cell is None:
@@ -425,7 +427,7 @@ class KernelLink:
                 if not cell.reply.done():
                     cell.reply.set_result(cell_reply)
 
-    def _on_control(self, frames: list[bytes]) -> None:
+    def _on_control(self, frames: list[bytes | memoryview]) -> None:
         message = self._signer.open(frames)
         if message is None:
             return
@@ -434,7 +436,7 @@ class KernelLink:
         elif not self._informed.done() and self._info_id.encode() in message.parent:
             self._informed.set_result(_session_of(message))
 
-    def _on_iopub(self, frames: list[bytes]) -> None:
+    def _on_iopub(self, frames: list[bytes | memoryview]) -> None:
         message = self._signer.open(frames)
         if message is None:
             return
@@ -444,7 +446,7 @@ class KernelLink:
                 self._heard.set_result(_session_of(message))
             if b'"comm_msg"' in message.header:
                 self._comm.receive(message.content)
-        elif topic.endswith(b".status") and b'"idle"' in message.content:
+        elif topic.endswith(b".status") and b'"idle"' in bytes(message.content):
             cell = self._cell
             if cell is not None and cell.idle_timer is None and cell.mark in message.parent:
                 cell.idle_timer = self._loop.call_later(

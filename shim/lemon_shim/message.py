@@ -29,6 +29,7 @@ PROTOCOL = "5.4"
 _BLOCK_BYTES = 64  # of SHA-256 and of every digest that Jupyter's signature schemes name
 _now = datetime.now
 _UTC = timezone.utc
+_bytes, _str = bytes, str
 
 _encode: Callable[[object], str] = JSONEncoder(ensure_ascii=True, separators=(",", ":")).encode
 _decode: Callable[[str], object] = JSONDecoder().decode
@@ -39,9 +40,12 @@ def encode(value: object) -> bytes:
     return _encode(value).encode("ascii")
 
 
-def decode(data: bytes) -> dict[str, object]:
+def decode(data: bytes | memoryview) -> dict[str, object]:
     """Return the JSON object in `data`; raise ValueError when it is anything else."""
-    value = _decode(data.decode("utf-8"))
+    try:
+        value = _decode(_str(data, "utf-8"))
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
     if not isinstance(value, dict):
         raise ValueError("not a JSON object")  # noqa: TRY004
     return value
@@ -54,7 +58,8 @@ class Message(NamedTuple):
     header: bytes
     parent: bytes
     metadata: bytes
-    content: bytes
+    content: bytes | memoryview
+    """A view where whoever received it wanted no copy made."""
 
 
 class Signer:
@@ -72,7 +77,7 @@ class Signer:
         self._inner = hashlib.new(digest, bytes(byte ^ 0x36 for byte in key))
         self._outer = hashlib.new(digest, bytes(byte ^ 0x5C for byte in key))
 
-    def sign(self, header: bytes, parent: bytes, metadata: bytes, content: bytes) -> bytes:
+    def sign(self, header: bytes, parent: bytes, metadata: bytes, content: bytes | memoryview) -> bytes:
         if not self._key:
             return b""
         inner = self._inner.copy()
@@ -112,15 +117,16 @@ class Signer:
         ).encode("ascii")
         return [DELIMITER, self.sign(header, parent, metadata, content), header, parent, metadata, content]
 
-    def open(self, frames: Sequence[bytes]) -> Message | None:
+    def open(self, frames: Sequence[bytes | memoryview]) -> Message | None:
         """Return the message in `frames`; None, and one more in `refused`, when it is not signed with our key."""
         try:
             start = frames.index(DELIMITER)
-            signature, header, parent, metadata, content = frames[start + 1 : start + 6]
+            *head, content = frames[start + 1 : start + 6]
+            signature, header, parent, metadata = [_bytes(part) for part in head]  # no copy of bytes
         except ValueError:
             self.refused += 1
             return None
         if not compare_digest(signature, self.sign(header, parent, metadata, content)):
             self.refused += 1
             return None
-        return Message(list(frames[:start]), header, parent, metadata, content)
+        return Message([_bytes(part) for part in frames[:start]], header, parent, metadata, content)
