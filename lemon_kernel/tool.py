@@ -144,6 +144,30 @@ class ExecuteCode:
         """:meth:`execute` for callers without an event loop: a loop of its own runs in the calling thread."""
         return asyncio.run(self.execute(params, abort=abort, on_update=on_update, run_id=run_id))
 
+    async def prewarm(self) -> bool:
+        """Prepare warm starts before the first session kernel is needed; return whether they can be had.
+
+        Without it they are prepared in the background after the first kernel's start.  False in ``per_call``
+        mode.  Raises :class:`InterpreterError` as :meth:`execute` does.
+        """
+        config = await self._effective_config()
+        if config.kernel_mode != "session":
+            return False
+        return await hostloop.call(self._prewarm(self._resolve_interpreter(config)))
+
+    async def _prewarm(self, path: str) -> bool:
+        from lemon_provisioner.interpreter import ProbeError, probe
+
+        from .session.kernel import STARTUP_TIMEOUT_S
+        from .session.registry import KernelRegistry
+
+        registry = KernelRegistry.default() if self._registry is None else self._registry
+        try:
+            interpreter = await probe(path, self.cwd, STARTUP_TIMEOUT_S)
+        except ProbeError:
+            return False
+        return await registry.prewarm(os.path.abspath(interpreter.executable), self.cwd)
+
     async def _outer_approval(
         self, params: dict[str, object], abort: AbortSignal, run_id: str | None
     ) -> ToolResult | None:

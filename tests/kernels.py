@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Self, TypeVar
 
+from lemon_provisioner.templates import Templates
+
 from lemon_kernel.bridge.dispatch import Call, Dispatcher, Limits, Stats
 from lemon_kernel.helpers.base import HelperContext, HelperResult
 from lemon_kernel.output import OutputCapture
@@ -53,8 +55,13 @@ class Kernel:
         helpers: Sequence[str] = ("read",),
         interpreter: str = sys.executable,
         invoke: Callable[[Call, HelperContext], Awaitable[str | HelperResult]] = echo,
+        templates: Templates | None = None,
+        runner: asyncio.Runner | None = None,
     ) -> None:
-        self.runner = asyncio.Runner()
+        """Start it; `templates` live on the loop of `runner`, which is the caller's to close."""
+        self.runner = runner or asyncio.Runner()
+        self._owns_runner = runner is None
+        self._templates = templates
         self.cwd = cwd or tempfile.gettempdir()
         self.helpers = tuple(helpers)
         self.invoke = invoke
@@ -65,7 +72,11 @@ class Kernel:
     async def _start(self) -> KernelLink:
         deadline = asyncio.get_running_loop().time() + 30
         return await KernelLink.start(
-            interpreter=self.interpreter, cwd=self.cwd, helpers=self.helpers, deadline=deadline
+            interpreter=self.interpreter,
+            cwd=self.cwd,
+            helpers=self.helpers,
+            deadline=deadline,
+            templates=self._templates,
         )
 
     def run(self, awaitable: Awaitable[T]) -> T:
@@ -111,7 +122,8 @@ class Kernel:
         try:
             assert self.run(self.link.cancel())
         finally:
-            self.runner.close()
+            if self._owns_runner:
+                self.runner.close()
 
 
 def alive(pid: int) -> bool:

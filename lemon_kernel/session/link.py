@@ -42,6 +42,7 @@ from ..bridge.comm import CommCarrier
 if TYPE_CHECKING:
     from jupyter_client.manager import AsyncKernelManager
     from lemon_provisioner.provisioner import LemonProvisioner
+    from lemon_provisioner.templates import Templates
 
     from ..bridge.dispatch import Dispatcher
     from ..output import OutputCapture
@@ -233,9 +234,15 @@ class KernelLink:
 
     @classmethod
     async def start(
-        cls, *, interpreter: str, cwd: str, helpers: Sequence[str], deadline: float
+        cls,
+        *,
+        interpreter: str,
+        cwd: str,
+        helpers: Sequence[str],
+        deadline: float,
+        templates: Templates | None = None,
     ) -> KernelLink:
-        """Start a kernel and return once it can run cells.
+        """Start a kernel, forked from one of `templates` where that can be, and return once it can run cells.
 
         `deadline` is the caller's, in loop time; a kernel has at most 10 s all the same.  Raises
         :class:`StartupError`, and has then released everything, also when it is cancelled.
@@ -245,7 +252,7 @@ class KernelLink:
         limit = min(deadline, loop.time() + STARTUP_TIMEOUT_S)
         try:
             async with asyncio.timeout_at(limit):
-                await link._launch(interpreter, cwd)
+                await link._launch(interpreter, cwd, templates)
                 await link._become_ready()
         except BaseException as error:
             await asyncio.shield(link._end(escalate=False))
@@ -311,7 +318,7 @@ class KernelLink:
 
     # Start
 
-    async def _launch(self, interpreter: str, cwd: str) -> None:
+    async def _launch(self, interpreter: str, cwd: str, templates: Templates | None) -> None:
         # Imported here: a host that runs only per-call scripts needs no Jupyter (design 3).
         from jupyter_client.kernelspec import KernelSpec
         from jupyter_client.manager import AsyncKernelManager
@@ -332,7 +339,7 @@ class KernelLink:
             provisioner = LemonProvisioner(
                 kernel_id=secrets.token_hex(16), kernel_spec=spec, parent=manager, interpreter=interpreter
             )
-            provisioner.session = SessionLaunch(writer)
+            provisioner.session = SessionLaunch(writer, templates)
             manager.kernel_id, manager.provisioner = provisioner.kernel_id, provisioner
             self._manager, self._provisioner = manager, provisioner
             await manager.start_kernel(cwd=cwd)

@@ -33,6 +33,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Protocol, Self
 
+from lemon_provisioner.environment import child_environment
+from lemon_provisioner.process import new_run_id
+from lemon_provisioner.templates import FallbackReason as ColdStartReason
+from lemon_provisioner.templates import Launch, Templates
+
 from .. import hostloop, telemetry
 from ..errors import RegistryUnavailableError
 from .kernel import STARTUP_TIMEOUT_S, CellEnd, Link, OwnerLife, SessionKernel, Stopper, soon
@@ -151,7 +156,7 @@ class KernelRegistry:
     Needs no arguments; an (async) context manager.  `detach`, `reap`, `aclose` and `snapshot` may be called from
     any loop and thread.  Test seams: `clock` gives seconds for last use and idle time, `sleep` waits between two
     reap ticks, `stopper` carries out a kernel's end and says whether it is confirmed (False: `stop_failed`; what
-    it raises is `reset_failed`), `start` starts a kernel.
+    it raises is `reset_failed`), `start` starts a kernel (by default warm, where a template can be had).
     """
 
     def __init__(
@@ -160,7 +165,7 @@ class KernelRegistry:
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
         stopper: Stopper = call_stop,
-        start: StartLink = KernelLink.start,
+        start: StartLink | None = None,
     ) -> None:
         self._clock = clock
         self._sleep = sleep
@@ -177,6 +182,7 @@ class KernelRegistry:
         self._monitored: dict[OwnerLife, Callable[[], None]] = {}
         self._generations = 0
         self._ticking: asyncio.Task[None] | None = None
+        self._templates = Templates(on_fallback=_report_cold_start)
 
     @classmethod
     def default(cls) -> KernelRegistry:
@@ -287,6 +293,14 @@ class KernelRegistry:
         kernel.idle_timeout_ms = settings.kernel_idle_timeout_ms
         return Lease(kernel, life, settings, partial(self._release, kernel))
 
+    async def prewarm(self, interpreter: str, cwd: str) -> bool:
+        """Have a template of `interpreter` before the first kernel needs it; return whether there is one."""
+        if self._closed:
+            return False
+        run_id = new_run_id()
+        launch = Launch([interpreter], child_environment(run_id), cwd, run_id, output=-1)
+        return await self._templates.warm(launch)
+
     def _release(self, kernel: SessionKernel) -> None:
         kernel.leases -= 1
         kernel.last_use = self._clock()
@@ -308,8 +322,10 @@ class KernelRegistry:
         if self._ticking is None:
             self._ticking = asyncio.get_running_loop().create_task(self._tick())
 
+        begin = self._start or partial(KernelLink.start, templates=self._templates)
+
         async def start() -> Link:
-            return await self._start(
+            return await begin(
                 interpreter=key.interpreter,
                 cwd=key.cwd,
                 helpers=key.helpers,
@@ -418,6 +434,7 @@ class KernelRegistry:
             else:
                 continue
             reaped.append(kernel)
+        self._templates.reap()
         await _confirmed(reaped)
 
     def _report_reap(self, kernel: SessionKernel, idle_ms: int, reason: str) -> None:
@@ -440,6 +457,7 @@ class KernelRegistry:
                 kernel.end(Cause.SHUTDOWN)
                 kernel.retry()
         await _confirmed(self._leaving)
+        await self._templates.aclose()
 
     def _snapshot(self) -> dict[str, object]:
         self._require_open()
@@ -461,6 +479,10 @@ class KernelRegistry:
     def _require_open(self) -> None:
         if self._closed:
             raise RegistryUnavailableError("registry_unavailable: the kernel registry is closed")
+
+
+def _report_cold_start(reason: ColdStartReason) -> None:
+    telemetry.emit("coding_agent.python_repl.template.fallback", {"count": 1}, {"reason": reason})
 
 
 async def _confirmed(kernels: Iterable[SessionKernel]) -> bool:

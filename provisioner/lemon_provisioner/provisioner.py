@@ -42,6 +42,7 @@ from . import tracker
 from .environment import child_environment
 from .kernel_files import stage_shim, write_connection
 from .process import ChildProcess, new_run_id
+from .templates import Launch, Templates
 from .workspace import KERNEL_PREFIX, create_workspace, remove_tree
 
 __all__ = ["LemonProvisioner", "SessionLaunch"]
@@ -63,6 +64,8 @@ class SessionLaunch:
     """A launch by our own registry: `output` becomes the kernel's standard output and error (behaviour 6.5)."""
 
     output: int
+    templates: Templates | None = None
+    """Where a warm start may be had; None for a start from scratch, always."""
 
 
 class _Process(Protocol):
@@ -123,9 +126,14 @@ class LemonProvisioner(KernelProvisionerBase):
             raise
 
     async def launch_kernel(self, cmd: list[str], **kwargs: Any) -> KernelConnectionInfo:
-        """Start the process.  Raises OSError when the program cannot be started; everything is released then."""
+        """Start the process.  Raises OSError when the program cannot be started; everything is released then.
+
+        A session kernel is forked from a template where there is one that fits.
+        """
+        self.cwd = os.path.abspath(kwargs.get("cwd") or os.getcwd())
         try:
-            self._spawn(cmd, kwargs)
+            if not await self._fork(cmd, kwargs):
+                self._spawn(cmd, kwargs)
         except BaseException:
             tracker.forget(self.run_id)
             self._release_files()
@@ -295,8 +303,17 @@ class LemonProvisioner(KernelProvisionerBase):
                 break
         return command
 
+    async def _fork(self, command: list[str], kwargs: dict[str, Any]) -> bool:
+        if self.session is None or self.session.templates is None:
+            return False
+        launch = Launch(command, kwargs["env"], self.cwd, self.run_id, self.session.output)
+        process = await self.session.templates.fork(launch)
+        if process is None:
+            return False
+        self._started(process)
+        return True
+
     def _spawn(self, command: list[str], kwargs: dict[str, Any]) -> None:
-        self.cwd = os.path.abspath(kwargs.get("cwd") or os.getcwd())
         output, opened = self._output(kwargs)
         try:
             process = ChildProcess.spawn(
@@ -305,10 +322,13 @@ class LemonProvisioner(KernelProvisionerBase):
         finally:
             if opened:
                 os.close(output)
+        tracker.group(self.run_id, process.pid)
+        self._started(process)
+
+    def _started(self, process: _Process) -> None:
         self.process = process
         self.exit_status = None
         self.confirmed_dead = False
-        tracker.group(self.run_id, process.pid)
 
     def _output(self, kwargs: dict[str, Any]) -> tuple[int, bool]:
         """Return the descriptor for the kernel's own output, and whether we opened it.

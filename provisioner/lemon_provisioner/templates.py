@@ -349,6 +349,8 @@ class Templates:
     async def _fork(self, launch: Launch) -> ForkedProcess | None:
         if not SUPPORTED:
             raise _Refused("unsupported")
+        if not os.path.isdir(launch.cwd):
+            return None  # which will say so
         interpreter = launch.interpreter
         known = self._known_refusal(interpreter)
         if known is not None:

@@ -5,6 +5,7 @@ A template (``template.py``) is the same program, stopped between its imports an
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 
@@ -31,6 +32,7 @@ def main() -> None:
 
         umask = template.serve(int(sys.argv[2]))  # returns in each forked kernel
 
+    gc.freeze()  # modules stay: no collection need look at them
     app = LemonKernelApp.instance()
     app.initialize()
     os.umask(umask)

@@ -272,6 +272,8 @@ def _take_place(request: _Request, marker: int) -> int:
     if answer == b"failed" or not wanted:
         os._exit(SETUP_FAILED_STATUS)
     request.close()
+    package = sys.modules[__package__]
+    del sys.modules[__name__], package.template  # no other kernel has this module
     return int(content["umask"], 8)
 
 
