@@ -76,7 +76,9 @@ class KernelCarrier(Carrier):
     # The comm
 
     def comm_opened(self, comm_id: str) -> None:
-        """A host has opened the comm; the newest one counts (a notebook host may have been restarted)."""
+        """A host has opened the comm; the newest one counts, and what waits for an earlier one is told."""
+        if self._comm_id:
+            self.end_cell()
         self._topic = b"comm-" + comm_id.encode("ascii")
         self._head = b'{"comm_id":' + encode(comm_id) + b',"data":'
         self._comm_id = comm_id
@@ -141,6 +143,11 @@ class KernelCarrier(Carrier):
             except KeyError:
                 break
             waiter.resolve(None)
+
+    def end_request(self, parent: Callable[[], bytes]) -> None:
+        """Close the grant if it was opened for the request with the header `parent`; that one has been handled."""
+        if self._cell and self._parent_header == parent():
+            self.end_cell()
 
     def request_grant(self) -> None:
         """Ask the notebook host for this cell's grant (behaviour 6.13); raise ToolError if nobody gives one."""

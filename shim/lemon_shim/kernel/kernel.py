@@ -15,7 +15,9 @@ Session kernels read shell in the main thread: no shell channel thread and no su
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
+import signal
 import sys
 import threading
 import types
@@ -38,6 +40,8 @@ from lemon_shim.message import Message, Signer, decode, encode
 from lemon_shim.wire import CHANNELS, HELPERS
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from lemon_shim.kernel.streams import CellStreams
 
 __all__ = ["LemonKernel", "LemonShell", "NoShellChannelThread"]
@@ -101,6 +105,8 @@ class LemonKernel(IPythonKernel):
         self._signer = Signer(
             self.session.key, self.session.session, self.session.signature_scheme.removeprefix("hmac-")
         )
+        self._iopub_soon = self.iopub_thread.io_loop.asyncio_loop.call_soon_threadsafe  # type: ignore[attr-defined]
+        self._iopub_send = self.iopub_thread.socket.send_multipart
         self._carrier = KernelCarrier(
             self._signer,
             self._publish,
@@ -109,6 +115,8 @@ class LemonKernel(IPythonKernel):
         )
         install_bridge(self._carrier, front_end=not self.session_launch)
         sys.modules["lemon_tools"] = api
+        self._tools = api.__dict__
+        self._whole_tools = dict(self._tools)
         self.comm_manager.register_target(TARGET, self._comm_opened)
         self.control_handlers["comm_open"] = self.comm_manager.comm_open
         self._pending: _AgentRequest | None = None
@@ -157,7 +165,15 @@ class LemonKernel(IPythonKernel):
         self._carrier.comm_opened(comm.comm_id)
 
     def _publish(self, frames: list[bytes]) -> None:
-        self.iopub_thread.send_multipart(frames)
+        """Send `frames` on iopub, from any thread.
+
+        Not by ipykernel's ``send_multipart``: that gives every thread a zmq socket of its own and takes it back up
+        to 10 s after the thread's end, and a context has 1023 of them.
+        """
+        try:
+            self._iopub_soon(self._iopub_send, frames)
+        except RuntimeError:  # the loop is closed: the kernel ends, and nobody listens
+            pass
 
     @property
     def _supports_kernel_subshells(self) -> bool:
@@ -212,6 +228,9 @@ class LemonKernel(IPythonKernel):
                 reply = {"status": "ok", "execution_count": number, "user_expressions": {}, "payload": []}
             else:
                 reply = _error_reply(number, outcome.name, outcome.message)
+        self._tools.update(
+            self._whole_tools
+        )  # what a script assigned to lemon_tools.read is not the next one's
         self._carrier.end_cell()
         generations.end()
         frames = self._signer.frames("execute_reply", encode(reply), message.header)
@@ -228,6 +247,9 @@ class LemonKernel(IPythonKernel):
 
     async def do_execute(self, *arguments: Any, **options: Any) -> dict[str, Any]:
         """Run an ordinary cell as ipykernel does, with an interrupt window of its own (see ``interrupts.py``)."""
+        if threading.current_thread() is not threading.main_thread():
+            # a subshell: it takes no signals, and the main shell's cell keeps its threads and its grant
+            return await super().do_execute(*arguments, **options)  # type: ignore[no-any-return]
         self._enter_front_end_cell()
         generations.begin()
         try:
@@ -244,11 +266,35 @@ class LemonKernel(IPythonKernel):
             self._carrier.end_cell()
             generations.end()
 
+    @contextlib.contextmanager
+    def _cancel_on_sigint(self, future: asyncio.Future[Any]) -> Iterator[None]:
+        """Let SIGINT cancel the coroutine of an async cell, at once.
+
+        ipykernel's handler schedules that without waking the loop, so it came when something else woke it: 5 s later
+        in an ``await asyncio.sleep(6)``.
+        """
+        loop = asyncio.get_running_loop()
+        before = signal.signal(signal.SIGINT, lambda *_: loop.call_soon_threadsafe(future.cancel))
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGINT, before)
+
     def pre_handler_hook(self) -> None:
         """Leave SIGINT alone: only :meth:`do_execute` lets it interrupt."""
 
     def post_handler_hook(self) -> None:
-        """Leave SIGINT alone."""
+        """Leave SIGINT alone, and end the grant of a request that was no cell: a widget's callback calls helpers."""
+        if not self.session_launch:
+            self._carrier.end_request(self._parent_header_json)
+
+    def do_history(self, hist_access_type: str, *arguments: Any, **options: Any) -> dict[str, Any]:  # type: ignore[override]
+        """Answer a history request; a range names the session that was asked for (IPython calls its own 0)."""
+        reply: dict[str, Any] = super().do_history(hist_access_type, *arguments, **options)
+        session = options.get("session") or 0
+        if hist_access_type == "range" and session > 0:
+            reply["history"] = [(session, *entry[1:]) for entry in reply["history"]]
+        return reply
 
     def _parent_header_json(self) -> bytes:
         return self.session.pack(self.get_parent("shell").get("header", {}))  # type: ignore[no-any-return]
