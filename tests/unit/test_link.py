@@ -313,9 +313,7 @@ def test_stale_reply_is_ignored(kernel: Kernel) -> None:
 def test_frames_of_ended_cells_do_nothing(kernel: Kernel) -> None:
     """A call with an old token is refused, costs the new cell no slot, and says nothing else."""
     kernel.cell("from lemon_tools import _raw\nold = _raw.token")
-    ran = kernel.cell(
-        "print(_raw({'type': 'call', 'id': 7, 'cell': 'x', 'token': old, 'tool': 'read', 'params': {}}))"
-    )
+    ran = kernel.cell("print(_raw({'type': 'call', 'id': 7, 'token': old, 'tool': 'read', 'params': {}}))")
 
     assert "'ok': False, 'content': 'rpc authentication failed'" in ran.output
     assert (ran.stats.calls, ran.stats.denied) == (0, 1)
