@@ -23,7 +23,7 @@ import concurrent.futures
 import os
 import threading
 from collections.abc import Awaitable, Callable, Coroutine
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 __all__ = ["CallerLoop", "at_exit", "call", "loop", "run", "running_here", "stop"]
 
@@ -155,6 +155,12 @@ def _exit() -> None:
     stop()
 
 
+class _Exit(NamedTuple):
+    """What work on the caller's loop raised to end its process."""
+
+    error: SystemExit
+
+
 class CallerLoop:
     """The loop that ``execute()`` was awaited on: where the user's doubles and callbacks run.
 
@@ -170,8 +176,11 @@ class CallerLoop:
         if self._is_host:
             return await work()
 
-        async def there() -> T:
-            return await work()
+        async def there() -> T | _Exit:
+            try:
+                return await work()
+            except SystemExit as error:  # would end the caller's loop, and with it everything else there
+                return _Exit(error)
 
         coroutine = there()
         try:
@@ -179,7 +188,10 @@ class CallerLoop:
         except RuntimeError:
             coroutine.close()
             raise RuntimeError("the caller's event loop is closed") from None
-        return await asyncio.wrap_future(future)
+        result = await asyncio.wrap_future(future)
+        if isinstance(result, _Exit):
+            raise result.error
+        return result
 
     def soon(self, callback: Callable[[], object]) -> None:
         """Schedule `callback` on the caller's loop, in order; dropped when that loop is closed."""

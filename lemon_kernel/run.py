@@ -370,8 +370,7 @@ class Run:
     async def _invoke(self, call: Call, context: HelperContext) -> str | HelperResult:
         with self.span.helper(call.tool) as span:
             result = await self.helpers[call.tool](call.params, context)
-            if isinstance(result, HelperResult) and result.is_error:
-                span.outcome("error")
+            span.outcome("error" if isinstance(result, HelperResult) and result.is_error else None)
         return result
 
     def _outcome(

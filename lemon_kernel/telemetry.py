@@ -467,8 +467,19 @@ class _LiveSpan:
     def __exit__(self, *exc_info: object) -> None:
         with _harmless:
             if exc_info[0] is not None:
-                self.outcome("unknown")
+                self.outcome(_ending(exc_info[0]))
             self._span.end()
+
+
+def _ending(kind: object) -> RunOutcome:
+    """Return the outcome of a run that ended with an exception instead of a result."""
+    from asyncio import CancelledError
+
+    from .errors import ExecuteCodeError
+
+    if isinstance(kind, type) and issubclass(kind, ExecuteCodeError):
+        return "refused"
+    return "cancelled" if isinstance(kind, type) and issubclass(kind, CancelledError) else "unknown"
 
 
 def run_span(mode: RunMode) -> Span:

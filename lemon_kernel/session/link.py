@@ -23,6 +23,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import fcntl
+import logging
 import os
 import secrets
 import struct
@@ -203,6 +204,14 @@ class _Cell:
             self.reply.set_exception(error)
 
 
+def _silent_log() -> logging.Logger:
+    """Return the log of a kernel manager of ours: it says paths and raw errors, and nobody hears it (behaviour 9.1)."""
+    log = logging.getLogger("lemon_kernel.session.jupyter")
+    log.propagate = False
+    log.setLevel(logging.CRITICAL + 1)
+    return log
+
+
 class KernelLink:
     """One live kernel.  Made by :meth:`start`, ended by :meth:`stop` or :meth:`cancel`; all on one loop."""
 
@@ -333,7 +342,7 @@ class KernelLink:
                 language="python",
                 interrupt_mode="signal",
             )
-            manager = AsyncKernelManager(kernel_name="lemon", autorestart=False)
+            manager = AsyncKernelManager(kernel_name="lemon", autorestart=False, log=_silent_log())
             manager._kernel_spec = spec
             manager._connect_control_socket = _none  # type: ignore[method-assign]  # this link has its own
             provisioner = LemonProvisioner(
