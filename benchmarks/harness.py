@@ -116,7 +116,7 @@ def report(title: str, rows: list[Row]) -> str:
         "|---|---|---|---|---|---|---|---|",
     ]
     for row in rows:
-        ratio = f"{row.ratio:.2f}x" if row.ratio is not None else ""
+        ratio = "" if row.ratio is None else f"{row.ratio:.{2 if row.ratio >= 0.01 else 5}f}x"
         sign = "at least " if row.at_least else ""
         bar = "" if row.bar is None else f"{sign}{row.bar:g}" + ("x" if row.peer else f" {row.unit}")
         verdict = {None: "", True: "holds", False: "**misses**"}[row.holds]

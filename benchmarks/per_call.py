@@ -13,7 +13,7 @@ import sys
 import tempfile
 import time
 
-from lemon_kernel import ExecuteCode, ExecuteCodeConfig, hostloop
+from lemon_kernel import ExecuteCode, ExecuteCodeConfig, hostloop, telemetry
 
 from .harness import Workload, clean_environment, measure, report, timed
 
@@ -132,6 +132,23 @@ async def slow(params: object, context: object) -> str:
     return "done"
 
 
+TOLD = 100
+
+
+def tell_of_a_run() -> None:
+    """Do, a hundred times, what a run and its one helper call do for telemetry when nobody listens."""
+    for _ in range(TOLD):
+        with telemetry.run_span("per_call") as span:
+            with span.helper("read") as call:
+                call.outcome(None)
+            span.outcome(None)
+        telemetry.emit(
+            "coding_agent.execute_code.stop",
+            {"count": 1, "duration_us": 20_000},
+            {"rpc_calls": 1, "rpc_denied": 0, "exit_code": 0},
+        )
+
+
 def main() -> str:
     with tempfile.TemporaryDirectory() as folder:
         pathlib.Path(folder, "trivial.py").write_text("print(1)\n")
@@ -158,6 +175,12 @@ def main() -> str:
                         lambda: timed(lambda: runner.run(plain.execute({"script": "print(1)\n"}))),
                         peer="bare interpreter, trivial script",
                         bar=1.5,
+                    ),
+                    Workload(
+                        "telemetry of such a run with one helper call, without an SDK",
+                        lambda: timed(tell_of_a_run) / TOLD,
+                        peer="per-call run of the same script",
+                        bar=0.02,
                     ),
                 ],
                 rounds=50,
