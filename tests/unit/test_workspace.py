@@ -52,7 +52,7 @@ def in_child(function: Callable[[], None], *, uid: int | None = None) -> None:
                 os.setuid(uid)
             function()
             status = 0
-        except BaseException:  # noqa: BLE001 - reported, and the child must not go on as a second pytest
+        except BaseException:  # reported, and the child must not go on as a second pytest
             traceback.print_exc()
         finally:
             os._exit(status)
