@@ -124,6 +124,11 @@ def close_grant() -> None:
     _raw.token = ""  # type: ignore[attr-defined]
 
 
+def is_open() -> bool:
+    """Return whether a grant is open."""
+    return _grant is not None
+
+
 def _authority(tool: str) -> _Grant:
     """Return the grant that this thread of this process may use for `tool`, or raise ToolError."""
     if posix.getpid() != _home_pid:

@@ -261,7 +261,10 @@ def _wait_for(descriptor: int, event: int, deadline: float | None) -> bool:
     poll = select.poll()
     poll.register(descriptor, event)
     left_ms = None if deadline is None else max((deadline - monotonic()) * 1000, 0)
-    return bool(poll.poll(left_ms))
+    try:
+        return bool(poll.poll(left_ms))
+    except OSError as error:  # poll() takes no descriptor at all where RLIMIT_NOFILE is 0
+        raise ToolError("cannot wait for the host: " + str(error)) from None
 
 
 def move_descriptor(descriptor: int) -> int:

@@ -321,6 +321,27 @@ resource.setrlimit(resource.RLIMIT_NOFILE, old)
     assert_next_works(agent, result)
 
 
+def test_it_forbids_itself_all_descriptors(per_call: Agent) -> None:
+    """With RLIMIT_NOFILE 0 not even ``poll()`` works: a ToolError says so, and text() is told all the same."""
+    result = per_call.run(
+        """
+import resource
+old = resource.getrlimit(resource.RLIMIT_NOFILE)
+resource.setrlimit(resource.RLIMIT_NOFILE, (0, old[1]))
+try:
+    text("held")
+except ToolError as error:
+    print(error)
+resource.setrlimit(resource.RLIMIT_NOFILE, old)
+text(type(ls()).__name__)
+"""
+    )
+
+    assert "held\nstr\n\nDiagnostics" in result.text
+    assert "reason" not in result.details
+    assert_next_works(per_call, result)
+
+
 def test_it_limits_its_memory(agent: Agent) -> None:
     """RLIMIT_AS: a MemoryError is an exception like any other, and the traceback still fits."""
     result = agent.run(

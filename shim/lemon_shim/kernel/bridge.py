@@ -152,14 +152,18 @@ class KernelCarrier(Carrier):
     def request_grant(self) -> None:
         """Ask the notebook host for this cell's grant (behaviour 6.13); raise ToolError if nobody gives one."""
         deadline_s = monotonic() + OPEN_TIMEOUT_MS / 1000
-        if not self._asking.acquire(timeout=OPEN_TIMEOUT_MS / 1000):
-            raise ToolError(NO_HOST)
+        held: list[bool] = []
         try:
-            if self._cell:
-                return  # another thread of this cell was first
-            if not self._opened.acquire(timeout=max(0.0, deadline_s - monotonic())):
+            # In one step, so that an interrupt cannot leave the lock taken for all later cells (``pipe.py``).
+            held.extend(map(self._asking.acquire, (True,), (OPEN_TIMEOUT_MS / 1000,)))
+            if not held[0]:
                 raise ToolError(NO_HOST)
-            self._opened.release()
+            if self._cell and api.is_open():
+                return  # another thread of this cell was first
+            if not self._comm_id:
+                if not self._opened.acquire(timeout=max(0.0, deadline_s - monotonic())):
+                    raise ToolError(NO_HOST)
+                self._opened.release()
             parent = self._parent()
             request = decode(parent).get("msg_id", "")
             self._next_open_id -= 1  # below the ids of calls, which count up from 1
@@ -178,7 +182,8 @@ class KernelCarrier(Carrier):
                 str(answer["cell"]), str(answer["token"]), int(limits["max_text_bytes"]), helpers, parent
             )
         finally:
-            self._asking.release()
+            if True in held:
+                self._asking.release()
 
     # Carrier
 

@@ -105,7 +105,7 @@ class LemonKernel(IPythonKernel):
         self._signer = Signer(
             self.session.key, self.session.session, self.session.signature_scheme.removeprefix("hmac-")
         )
-        self._iopub_soon = self.iopub_thread.io_loop.asyncio_loop.call_soon_threadsafe  # type: ignore[attr-defined]
+        self._iopub_soon = self.iopub_thread.io_loop.asyncio_loop.call_soon_threadsafe
         self._iopub_send = self.iopub_thread.socket.send_multipart
         self._carrier = KernelCarrier(
             self._signer,
@@ -228,9 +228,8 @@ class LemonKernel(IPythonKernel):
                 reply = {"status": "ok", "execution_count": number, "user_expressions": {}, "payload": []}
             else:
                 reply = _error_reply(number, outcome.name, outcome.message)
-        self._tools.update(
-            self._whole_tools
-        )  # what a script assigned to lemon_tools.read is not the next one's
+        # What a script assigned to lemon_tools.read is not the next one's.
+        self._tools.update(self._whole_tools)
         self._carrier.end_cell()
         generations.end()
         frames = self._signer.frames("execute_reply", encode(reply), message.header)
