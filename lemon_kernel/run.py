@@ -11,7 +11,7 @@ import itertools
 import logging
 import os
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, TypeVar
 
 from . import hostloop, telemetry
@@ -167,6 +167,7 @@ class Run:
     span: telemetry.Span
     reset_performed: bool = False
     probed: bool = False
+    stats: Stats = field(default_factory=Stats)
     interpreter: Interpreter | None = None
 
     async def execute(self) -> Outcome:
@@ -177,7 +178,29 @@ class Run:
 
     # -- per call -----------------------------------------------------------------------------------------
 
-    async def _per_call(self, fallback_reason: FallbackReason | None = None) -> Outcome:
+    async def _per_call(self) -> Outcome:
+        """Run isolated; the telemetry hears of it once, also when nobody waits for the result any more.
+
+        Not of a refusal, for nothing ran then.
+        """
+        try:
+            outcome = await self._isolated()
+        except ExecuteCodeError:
+            raise
+        except BaseException:
+            self._tell_of_end(None)
+            raise
+        self._tell_of_end(outcome.exit_code)
+        return outcome
+
+    def _tell_of_end(self, exit_code: int | None) -> None:
+        telemetry.emit(
+            "coding_agent.execute_code.stop",
+            {"count": 1, "duration_us": self._elapsed_us()},
+            {"rpc_calls": self.stats.calls, "rpc_denied": self.stats.denied, "exit_code": exit_code},
+        )
+
+    async def _isolated(self) -> Outcome:
         from .per_call import run_script
 
         if not os.path.isdir(self.cwd):
@@ -185,9 +208,7 @@ class Run:
         try:
             interpreter = await self._guard(self._probe(self.deadline))
         except _Cut as cut:
-            outcome = self._failure(cut.reason)
-            outcome.fallback_reason = fallback_reason
-            return outcome
+            return self._failure(cut.reason)
         dispatcher = self._dispatcher("1", self.abort, None)
         killed = True
         end = None
@@ -211,15 +232,9 @@ class Run:
         except Exception as error:
             log.error("execute_code: a per-call run failed inside the host (%s)", telemetry.fault_name(error))
         finally:
-            stats = await dispatcher.close(killed=killed)
-        outcome = self._outcome(dispatcher, stats, end.output if end is not None else None, reason)
+            self.stats = await dispatcher.close(killed=killed)
+        outcome = self._outcome(dispatcher, self.stats, end.output if end is not None else None, reason)
         outcome.exit_code = end.exit_code if end is not None else None
-        outcome.fallback_reason = fallback_reason
-        telemetry.emit(
-            "coding_agent.execute_code.stop",
-            {"count": 1, "duration_us": self._elapsed_us()},
-            {"rpc_calls": stats.calls, "rpc_denied": stats.denied, "exit_code": outcome.exit_code},
-        )
         return outcome
 
     async def _fallback(self, reason: FallbackReason) -> Outcome:
@@ -228,10 +243,11 @@ class Run:
         remaining_s = self.deadline - self.loop.time()
         if self.abort.aborted or remaining_s <= 0:
             outcome = self._failure("cancelled" if self.abort.aborted else "timeout")
-            outcome.fallback_reason = reason
-            return outcome
-        self.deadline = self.loop.time() + max(remaining_s, FALLBACK_MINIMUM_S)
-        return await self._per_call(fallback_reason=reason)
+        else:
+            self.deadline = self.loop.time() + max(remaining_s, FALLBACK_MINIMUM_S)
+            outcome = await self._per_call()
+        outcome.fallback_reason = reason
+        return outcome
 
     # -- session ------------------------------------------------------------------------------------------
 

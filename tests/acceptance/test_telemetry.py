@@ -8,10 +8,12 @@ from collections.abc import Iterator
 
 import pytest
 
-from lemon_kernel import ExecuteCodeError, ToolPolicy, telemetry
+from lemon_kernel import ExecuteCodeError, KernelRegistry, Owner, ToolPolicy, telemetry
+from lemon_kernel.session.kernel import Link
+from lemon_kernel.session.link import StartupError
 
 from .conftest import Agent, wait_until
-from .doubles import Gate, Listener, files
+from .doubles import Gate, Listener, Person, files
 
 
 @pytest.fixture
@@ -221,3 +223,120 @@ def test_a_recorder_that_fails_harms_no_run(agent: Agent, monkeypatch: pytest.Mo
 
     assert result.text == "fine\n"
     assert "reason" not in result.details
+
+
+@pytest.mark.case(308)
+def test_each_way_to_stop_a_kernel_has_its_word(session: Agent, listener: Listener) -> None:
+    """Reset, eviction, idle reap, session reset and the registry's end; a reap is told before its stop."""
+    times = [0.0]
+    session.registry = KernelRegistry(clock=lambda: times[0])
+    session.run("x = 1")
+    session.run("x = 1", reset=True)
+    session.session_id = "session-2"
+    session.run("x = 1", config={"max_live_kernels": 1})
+    times[0] += 1801
+    asyncio.run(session.registry.reap())
+    session.run("x = 1")
+    asyncio.run(session.registry.detach(session.owner))
+    session.owner = Owner()
+    session.run("x = 1")
+    asyncio.run(session.registry.aclose())
+    wait_until(lambda: len(listener.events("python_repl.session.stop")) == 5, what="five reports")
+
+    stops = listener.events("python_repl.session.stop")
+    assert sorted(str(stop.metadata["reason"]) for stop in stops) == [
+        "capacity_eviction",
+        "owner_detached",
+        "reset",
+        "shutdown",
+        "shutdown",
+    ]
+    assert all(
+        set(stop.measurements) == {"count", "duration_ms", "live_kernels", "capacity"} for stop in stops
+    )
+    (reap,) = listener.events("python_repl.session.reap")
+    assert reap.metadata == {"reason": "idle"}
+    assert (reap.measurements["count"], reap.measurements["idle_ms"]) == (1, 1_801_000)
+    names = listener.names()
+    assert names.index("python_repl.session.reap") < len(names) - 1 - names[::-1].index(
+        "python_repl.session.stop"
+    )
+    assert listener.events("python_repl.session.crash") == []
+
+
+@pytest.mark.case(309, 310)
+def test_a_failed_start_is_a_crash_without_a_life(session: Agent, listener: Listener) -> None:
+    """The kernel that did not start lived 0 ms; the fallback and its per-call run follow."""
+
+    async def start(**parts: object) -> Link:
+        raise StartupError("no")
+
+    session.registry = KernelRegistry(start=start)
+
+    session.run("x = 1")
+
+    assert listener.names() == ["python_repl.session.crash", "python_repl.fallback", "execute_code.stop"]
+    (crash,) = listener.events("python_repl.session.crash")
+    assert crash.metadata == {"reason": "startup_failure"}
+    assert crash.measurements["duration_ms"] == 0
+
+
+@pytest.mark.case(307, 309)
+def test_the_death_of_a_caller_is_told(agent: Agent, listener: Listener) -> None:
+    """A run whose result nobody waits for any more has ended all the same, and how is said in one word."""
+    gate = Gate()
+    tool = agent.tool(helpers={"read": gate})
+
+    async def main() -> None:
+        call = asyncio.create_task(tool.execute({"script": 'read("x")'}))
+        while not gate.arrived:
+            await asyncio.sleep(0.005)
+        call.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await call
+
+    asyncio.run(main())
+
+    if agent.mode == "per_call":
+        wait_until(lambda: bool(listener.events("execute_code.stop")), what="the report of the run")
+        (stop,) = listener.events("execute_code.stop")
+        assert stop.metadata == {"rpc_calls": 1, "rpc_denied": 0, "exit_code": None}
+    else:
+        wait_until(lambda: bool(listener.events("python_repl.session.crash")), what="the report of the end")
+        (cancel,) = listener.events("python_repl.cell.cancel")
+        (stop,) = listener.events("python_repl.cell.stop")
+        (crash,) = listener.events("python_repl.session.crash")
+        assert (cancel.metadata, stop.metadata, crash.metadata) == (
+            {"cause": "caller_exit"},
+            {"outcome": "interrupted"},
+            {"reason": "cancellation_escalation"},
+        )
+
+
+def test_what_was_refused_before_anything_ran_is_no_event(agent: Agent, listener: Listener) -> None:
+    """Disabled, no script, no interpreter, no folder: nothing ran, so nothing has stopped."""
+    for params, config in [
+        ({"script": "pass"}, {"enabled": False}),
+        ({}, {}),
+        ({"script": "pass"}, {"python_path": "/nowhere/python3"}),
+    ]:
+        with pytest.raises(ExecuteCodeError):
+            asyncio.run(agent.tool(config=config).execute(params))
+
+    assert listener.names() == []
+
+
+@pytest.mark.case(130, 132)
+def test_each_prompt_is_two_events(agent: Agent, listener: Listener) -> None:
+    """One when somebody is asked and one when that has found its end, whichever end it is."""
+    ends = [Person("approve_once"), Person("deny"), Person(expiry_ms=20)]
+
+    for person in ends:
+        agent.run(
+            "try:\n    ls()\nexcept ToolError:\n    pass",
+            policy=ToolPolicy(require_approval=["ls"]),
+            approvals=person,
+        )
+
+    told = [name for name in listener.names() if name.startswith("lemon.approvals")]
+    assert told == ["lemon.approvals.requested", "lemon.approvals.resolved"] * 3
