@@ -31,7 +31,7 @@ import sys
 import threading
 from dataclasses import dataclass
 
-__all__ = ["check", "forget", "group", "watch"]
+__all__ = ["check", "forget", "group", "root", "watch"]
 
 _log = logging.getLogger("lemon_provisioner")
 
@@ -61,6 +61,12 @@ class _Tracker:
         self._pipe = -1
         self._closed = False
         self._warned = False
+
+    def root(self, root: str) -> None:
+        with self._lock:
+            if root not in self._roots:
+                self._roots.add(root)
+                self._tell(_root_line(root))
 
     def watch(self, run_id: str, workspace: str) -> None:
         with self._lock:
@@ -231,6 +237,11 @@ def _hex(path: str) -> bytes:
 _tracker = _Tracker()
 os.register_at_fork(before=_tracker.hold, after_in_parent=_tracker.release, after_in_child=_tracker.abandon)
 atexit.register(_tracker.close)
+
+
+def root(folder: str) -> None:
+    """Say before the first workspace is made in it where this host's private root is."""
+    _tracker.root(folder)
 
 
 def watch(run_id: str, workspace: str) -> None:

@@ -31,6 +31,7 @@ MAX_VISITS = 10_000  # per workspace (behaviour 8); the rest stays, owner-only
 SECOND_SWEEP_S = 0.05  # a child that was just being executed shows its marker only now
 OWNER_MARKER = ".lemon-owner"
 ROOT_PREFIX = "lemon-private-"
+WORKSPACE_PREFIXES = ("lemon-exec-code-", "lemon-kernel-")
 
 
 class Run:
@@ -160,19 +161,25 @@ def remove_tree(top: str) -> None:
 
 
 def remove_root(root: str, host_pid: str) -> None:
-    """Remove the host's private root if nothing but its own marker is left in it (spill files keep it)."""
+    """Remove the host's private root with all workspaces, unless something else is in it (spill files keep it).
+
+    Workspaces of which we were not told are there, too: the host may be killed between making one and its message.
+    """
     if not os.path.basename(root).startswith(ROOT_PREFIX):
         return
     marker = os.path.join(root, OWNER_MARKER)
     try:
-        if set(os.listdir(root)) - {OWNER_MARKER}:
-            return
         descriptor = os.open(marker, os.O_RDONLY | os.O_NOFOLLOW)
         try:
             owner = os.read(descriptor, 4096)
         finally:
             os.close(descriptor)
-        if owner.decode("utf-8", "replace").split("\n")[1:2] == [host_pid]:
+        if owner.decode("utf-8", "replace").split("\n")[1:2] != [host_pid]:
+            return
+        for name in os.listdir(root):
+            if name.startswith(WORKSPACE_PREFIXES):
+                remove_tree(os.path.join(root, name))
+        if os.listdir(root) == [OWNER_MARKER]:
             os.unlink(marker)
             os.rmdir(root)
     except OSError:

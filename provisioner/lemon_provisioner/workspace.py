@@ -34,6 +34,8 @@ import re
 import stat
 import threading
 
+from lemon_provisioner import tracker
+
 __all__ = [
     "EXEC_PREFIX",
     "KERNEL_PREFIX",
@@ -268,9 +270,12 @@ def _reserve_file(folder: str, prefix: str) -> tuple[int, str]:
 def create_workspace(prefix: str) -> str:
     """Make an empty 0700 folder in the private root; `prefix` is EXEC_PREFIX or KERNEL_PREFIX.
 
-    Raises :class:`StagingError`.
+    The tracker knows the root before there is anything in it that a killed host would leave behind.  Raises
+    :class:`StagingError`.
     """
-    return _reserve_folder(private_root(), prefix)
+    root = private_root()
+    tracker.root(root)
+    return _reserve_folder(root, prefix)
 
 
 def write_private(folder: str, name: str, data: bytes) -> str:

@@ -4,6 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import pathlib
+import subprocess
+import sys
+import time
 
 import pytest
 
@@ -68,3 +73,34 @@ def test_a_comm_message_nested_without_an_end_is_dropped(opening: bytes) -> None
         await bridge.close(killed=False)
 
     asyncio.run(main())
+
+
+MAKES_WORKSPACES_AND_DIES = """
+import os, signal
+from lemon_provisioner import workspace
+for prefix in (workspace.EXEC_PREFIX, workspace.KERNEL_PREFIX):
+    workspace.write_private(workspace.create_workspace(prefix), "script.py", b"x")
+print(workspace.private_root(), flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_workspace_that_the_tracker_was_not_told_of_goes_with_its_host(tmp_path: pathlib.Path) -> None:
+    """A host killed between making a workspace and telling of it; the storm of host kills met that."""
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-c",
+            MAKES_WORKSPACES_AND_DIES,
+        ],
+        env={**os.environ, "TMPDIR": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    root = pathlib.Path(done.stdout.strip())
+    assert root.parent == tmp_path, done.stderr
+    deadline = time.monotonic() + 3
+    while root.exists():
+        assert time.monotonic() < deadline, list(root.iterdir())
+        time.sleep(0.01)
