@@ -23,14 +23,20 @@ import concurrent.futures
 import os
 import threading
 from collections.abc import Awaitable, Callable, Coroutine
-from typing import Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-__all__ = ["CallerLoop", "at_exit", "call", "loop", "run", "running_here", "stop"]
+if TYPE_CHECKING:
+    from .scope import AbortSignal
+
+__all__ = ["CallerLoop", "at_exit", "call", "loop", "run", "running_here", "stop", "within"]
 
 T = TypeVar("T")
 
-EXIT_BOUND_S = 3.0
-"""How long the interpreter's exit may be delayed by our closing (behaviour 2.9)."""
+EXIT_BOUND_S = 2.0
+"""How long our closing may delay the interpreter's exit; the tracker's second makes it the 3 s of behaviour 2.9."""
+
+JOIN_S = 0.2
+"""What of it the end of the thread may take; a loop that is blocked does not end, and its daemon thread need not."""
 
 
 class _HostThread:
@@ -120,13 +126,42 @@ def run(work: Coroutine[object, object, T], timeout_s: float | None = None) -> T
         raise
 
 
+async def within(work: Awaitable[T], timeout_s: float | None, abort: AbortSignal | None = None) -> T:
+    """Return what `work`, which is a user's, returns within `timeout_s` and before `abort`, on any loop.
+
+    Raises TimeoutError.  Unlike :func:`asyncio.wait_for` it does not wait for work that shrugs off its
+    cancellation: that goes on alone, and what it raises is nobody's.
+    """
+    loop = asyncio.get_running_loop()
+    task = asyncio.ensure_future(work)
+    task.add_done_callback(lambda done: done.cancelled() or done.exception())
+    aborted: asyncio.Future[None] = loop.create_future()
+
+    def stop() -> None:
+        if not aborted.done():
+            aborted.set_result(None)
+
+    forget = abort.on_abort(lambda: loop.call_soon_threadsafe(stop)) if abort is not None else None
+    waiting: set[asyncio.Future[Any]] = {task, aborted}
+    try:
+        await asyncio.wait(waiting, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise TimeoutError
+        return task.result()
+    finally:
+        if forget is not None:
+            forget()
+        aborted.cancel()
+        task.cancel()
+
+
 def at_exit(closer: Callable[[], Awaitable[object]]) -> None:
     """Await `closer` on the host loop when the interpreter exits, within ``EXIT_BOUND_S`` for all of them."""
     _closers.append(closer)
 
 
-def stop() -> None:
-    """End the loop and join its thread; the next use starts a new one."""
+def stop(timeout_s: float = EXIT_BOUND_S) -> None:
+    """End the loop and join its thread, for at most `timeout_s`; the next use starts a new one."""
     global _host
     with _lock:
         host, _host = _host, None
@@ -134,7 +169,7 @@ def stop() -> None:
         return
     host.loop.call_soon_threadsafe(host.loop.stop)
     if threading.current_thread() is not host.thread:
-        host.thread.join(EXIT_BOUND_S)
+        host.thread.join(timeout_s)
 
 
 async def _close_all(closers: list[Callable[[], Awaitable[object]]]) -> None:
@@ -149,10 +184,10 @@ def _exit() -> None:
         call_in_flight.cancel()
     future = asyncio.run_coroutine_threadsafe(_close_all(list(_closers)), host.loop)
     try:
-        future.result(EXIT_BOUND_S)
+        future.result(EXIT_BOUND_S - JOIN_S)
     except BaseException:
         future.cancel()
-    stop()
+    stop(JOIN_S)
 
 
 class _Exit(NamedTuple):

@@ -13,8 +13,12 @@ import os
 from collections.abc import Awaitable, Callable, Mapping
 from collections.abc import Set as AbstractSet
 from types import MappingProxyType
+from typing import TYPE_CHECKING
 
 from .telemetry import fault_name
+
+if TYPE_CHECKING:
+    from .scope import AbortSignal
 
 __all__ = ["PolicySource", "ToolPolicy", "current_policy"]
 
@@ -159,8 +163,13 @@ PolicySource = ToolPolicy | Callable[[], ToolPolicy | Awaitable[ToolPolicy]] | N
 """A policy, a function that returns (or awaits) the one that holds now, or None: everything is allowed."""
 
 
-async def current_policy(source: PolicySource) -> ToolPolicy:
-    """Return the policy that holds now; one that cannot be had denies everything (behaviour D-8)."""
+async def current_policy(
+    source: PolicySource, timeout_s: float | None = None, abort: AbortSignal | None = None
+) -> ToolPolicy:
+    """Return the policy that holds now; one that cannot be had denies everything (behaviour D-8).
+
+    Neither can one that an async function does not return within `timeout_s`, or before `abort`.
+    """
     if isinstance(source, ToolPolicy):
         return source
     if source is None:
@@ -168,7 +177,12 @@ async def current_policy(source: PolicySource) -> ToolPolicy:
     try:
         policy: object = source()
         if inspect.isawaitable(policy):
-            policy = await policy
+            from .hostloop import within
+
+            policy = await within(policy, timeout_s, abort)
+    except TimeoutError:
+        logger.error("the policy function did not answer; everything is denied")
+        return ToolPolicy.unreadable("tool policy cannot be read: the policy function did not answer in time")
     except Exception as error:
         logger.error("the policy function raised (%s); everything is denied", fault_name(error))
         return ToolPolicy.unreadable("tool policy cannot be read: the policy function raised")

@@ -125,9 +125,9 @@ class Updates:
             return
         self._queue.put_nowait(None)
         try:
-            await asyncio.wait_for(self._worker, self.GRACE_S)
-        except (TimeoutError, asyncio.CancelledError):
-            self._worker.cancel()
+            await asyncio.wait({self._worker}, timeout=self.GRACE_S)
+        finally:
+            self._worker.cancel()  # not awaited: a callback may shrug that off
 
 
 class _Cut(Exception):

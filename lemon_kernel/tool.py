@@ -175,7 +175,7 @@ class ExecuteCode:
 
         The prompt for ``execute_code`` comes before everything else, and a denial means that nothing runs.
         """
-        policy = await current_policy(self._policy)
+        policy = await current_policy(self._policy, self.config.timeout_ms / 1000, abort)
         reason = policy.denial_reason(NAME)
         if reason is None and policy.requires_approval(NAME):
             call = Call(0, NAME, params, NAME, new_approval_id())
@@ -186,9 +186,9 @@ class ExecuteCode:
             finally:
                 stop()
                 self.release_approval(call.approval_id)
-            if abort.aborted:
-                return ToolResult.of_text(CANCELLED_HEADLINE)
             reason = denial.message if denial is not None else None
+        if abort.aborted:
+            return ToolResult.of_text(CANCELLED_HEADLINE)
         if reason is None:
             return None
         return ToolResult.of_text(f"Tool '{NAME}' execution was denied: {reason}", {"denied": True})
@@ -206,7 +206,7 @@ class ExecuteCode:
             if owner.config is None:
                 return self.config
             try:
-                answer = await asyncio.wait_for(owner.config(), OWNER_CONFIG_TIMEOUT_S)
+                answer = await hostloop.within(owner.config(), OWNER_CONFIG_TIMEOUT_S)
             except Exception:
                 answer = None
             if isinstance(answer, ExecuteCodeConfig) and owner.alive:

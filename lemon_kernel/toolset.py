@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 
 from lemon_shim.wire import HELPERS as HELPER_NAMES
 
@@ -92,7 +94,7 @@ def tools(
     folder = os.path.abspath(os.path.expanduser(os.fspath(cwd)))
     config = ExecuteCodeConfig.load(folder) if config is None else config
     source: PolicySource = ToolPolicy.load(folder) if policy is None else policy
-    current = source if isinstance(source, ToolPolicy) else hostloop.run(current_policy(source))
+    current = source if isinstance(source, ToolPolicy) else _ask(source, config.timeout_ms / 1000)
     found: list[Tool] = [
         DirectTool(name, folder, policy=source, approvals=approvals)
         for name in HELPER_NAMES
@@ -101,6 +103,20 @@ def tools(
     if config.enabled and current.allowed(NAME):
         found.append(ExecuteCode(folder, config=config, policy=source, approvals=approvals))
     return found
+
+
+def _ask(source: PolicySource, timeout_s: float) -> ToolPolicy:
+    """Return the policy that holds now.  The function is the user's, so it never runs on the host's thread."""
+
+    def ask() -> ToolPolicy:
+        return asyncio.run(current_policy(source, timeout_s))
+
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return ask()
+    with ThreadPoolExecutor(1, "lemon-policy") as elsewhere:  # this thread's loop is busy with its caller
+        return elsewhere.submit(ask).result()
 
 
 def find_tool(
