@@ -6,14 +6,15 @@ imported by the first call that needs it.
 
 from __future__ import annotations
 
+from importlib import import_module
+from typing import TYPE_CHECKING
+
 from .base import Helper, HelperContext, HelperError, HelperResult, Params, content_text
-from .external import wrap_external
-from .find import find
-from .grep import grep
-from .ls import ls
-from .read import read
 from .specs import SPECS, HelperSpec
-from .webfetch import WebFetch
+
+if TYPE_CHECKING:
+    from .external import wrap_external
+    from .webfetch import WebFetch
 
 __all__ = [
     "HELPERS",
@@ -29,11 +30,28 @@ __all__ = [
     "wrap_external",
 ]
 
-HELPERS: dict[str, Helper] = {
-    "read": read,
-    "grep": grep,
-    "find": find,
-    "ls": ls,
-    "webfetch": WebFetch(),
-}
+
+class _AtFirstCall:
+    """A helper whose module is imported by its first call: most scripts use one or two of the five."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._helper: Helper | None = None
+
+    async def __call__(self, params: Params, context: HelperContext) -> str | HelperResult:
+        if self._helper is None:
+            module = import_module(f".{self._name}", __name__)
+            self._helper = module.WebFetch() if self._name == "webfetch" else getattr(module, self._name)
+        assert self._helper is not None
+        return await self._helper(params, context)
+
+
+HELPERS: dict[str, Helper] = {name: _AtFirstCall(name) for name in SPECS}
 """The helpers by name, in the order of the allowlist; ``webfetch`` reads the configuration of the call's folder."""
+
+
+def __getattr__(name: str) -> object:
+    homes = {"wrap_external": ".external", "WebFetch": ".webfetch"}
+    if name not in homes:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(homes[name], __name__), name)

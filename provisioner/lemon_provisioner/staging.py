@@ -16,7 +16,9 @@ import functools
 import importlib.util
 import io
 import marshal
+import os
 import re
+import sys
 import tokenize
 from collections.abc import Sequence
 from importlib.resources import files
@@ -143,10 +145,42 @@ def shim_source() -> str:
 
 @functools.cache
 def shim_pyc() -> bytes:
-    """Return ``lemon_tools`` compiled for interpreters with this host's magic number; never checked for age."""
-    code = compile(_joined(), _SHIM_FILE_NAME, "exec", dont_inherit=True, optimize=0)
-    unchecked_hash = (1).to_bytes(4, "little") + bytes(8)
-    return importlib.util.MAGIC_NUMBER + unchecked_hash + marshal.dumps(code)
+    """Return ``lemon_tools`` compiled for interpreters with this host's magic number; never checked for age.
+
+    Joining and compiling cost 15 ms, a good part of a command line's start, so the result is kept where Python
+    keeps the bytecode of the modules it is made of, by Python's rules: not if ``sys.dont_write_bytecode``,
+    and not where the folder cannot be written.  The header's hash is that of the sources.
+    """
+    package = files("lemon_shim")
+    sources = b"\0".join(package.joinpath(f"{name}.py").read_bytes() for name in _MODULES)
+    unchecked_hash = (1).to_bytes(4, "little") + importlib.util.source_hash(sources)
+    header = importlib.util.MAGIC_NUMBER + unchecked_hash
+    kept = os.path.join(str(package), "__pycache__", f"lemon_tools.{sys.implementation.cache_tag}.pyc")
+    try:
+        with open(kept, "rb") as file:
+            data = file.read()
+    except OSError:
+        data = b""
+    if data.startswith(header):
+        return data
+    data = header + marshal.dumps(compile(_joined(), _SHIM_FILE_NAME, "exec", dont_inherit=True, optimize=0))
+    if not sys.dont_write_bytecode:
+        _keep(kept, data)
+    return data
+
+
+def _keep(path: str, data: bytes) -> None:
+    """Write `data` to `path`, whole or not at all."""
+    part = f"{path}.{os.getpid()}"
+    try:
+        with open(part, "xb") as file:
+            file.write(data)
+        os.replace(part, path)
+    except OSError:
+        try:
+            os.unlink(part)
+        except OSError:
+            pass
 
 
 def _joined() -> ast.Module:
@@ -168,10 +202,11 @@ def _joined() -> ast.Module:
             if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant):
                 docstring = statement if name == "api" and docstring is None else docstring
                 continue
-            text = ast.dump(statement)
-            if isinstance(statement, (ast.Import, ast.ImportFrom, ast.Assign)) and text in seen:
-                continue
-            seen.add(text)
+            if isinstance(statement, (ast.Import, ast.ImportFrom, ast.Assign)):
+                text = ast.dump(statement)
+                if text in seen:
+                    continue
+                seen.add(text)
             names = _names(statement)
             if twice := names & defined:
                 raise ValueError(f"lemon_shim.{name} defines {', '.join(sorted(twice))} a second time")
@@ -180,7 +215,7 @@ def _joined() -> ast.Module:
     assert docstring is not None
     future = ast.parse("from __future__ import annotations").body
     start = ast.parse("if __name__ == '__main__':\n    main()").body
-    return ast.fix_missing_locations(ast.Module([docstring, *future, *body, *start], type_ignores=[]))
+    return ast.Module([docstring, *future, *body, *start], type_ignores=[])
 
 
 def _names(statement: ast.stmt) -> set[str]:

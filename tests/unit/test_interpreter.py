@@ -6,6 +6,7 @@ import asyncio
 import importlib.util
 import os
 import select
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -176,8 +177,31 @@ def test_a_vanished_path_and_a_vanished_folder(tmp_path: Path) -> None:
     """Both are a ``ProbeError``."""
     with pytest.raises(ProbeError, match="No such file"):
         ask(str(tmp_path / "python3"), tmp_path)
+    other = tmp_path / "python"
+    other.symlink_to(sys.executable)
     with pytest.raises(ProbeError, match="cannot be started"):
-        ask(sys.executable, tmp_path / "gone")
+        ask(str(other), tmp_path / "gone")
+
+
+def test_our_own_interpreter_is_not_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who runs here is known, under every name that it has in its folder; the answer is that of a start."""
+    other = tmp_path / "python"
+    other.symlink_to(sys.executable)
+    for name in ("python3", "python"):
+        path = os.path.join(os.path.dirname(sys.executable), name)
+        if not os.path.exists(path):
+            continue
+        asked = subprocess.run(
+            [path, "-c", "import sys; print(sys.executable, sys.prefix, *sys.version_info[:2])"],
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        with monkeypatch.context() as patch:
+            patch.setattr(interpreter, "_ask", None)
+            answer = ask(path, tmp_path)
+        assert asked.stdout.split() == [answer.executable, answer.prefix, *map(str, answer.version)]
+        assert answer.magic == importlib.util.MAGIC_NUMBER.hex()
 
 
 def test_one_that_sleeps_is_given_up_with_its_children(tmp_path: Path) -> None:
