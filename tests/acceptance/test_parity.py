@@ -1,7 +1,11 @@
-"""The same script gives the same result in both modes (D-9, session issue 4)."""
+"""The same script gives the same result in both modes, on a kernel from scratch and on a forked one (D-9).
+
+(Session issue 4; speed issue, item 1.)
+"""
 
 from __future__ import annotations
 
+import asyncio
 import os
 import pathlib
 import re
@@ -14,23 +18,31 @@ from lemon_kernel import ToolResult
 from .conftest import Agent
 from .parity_scripts import DIFFERENT, SCRIPTS
 
+VOLATILE = ("duration_ms", "full_output_path", "rpc_bytes")  # the folders have names of unequal length
 PAGE = pathlib.Path(__file__).parents[2] / "docs" / "parity.md"
 
 
 @pytest.fixture(scope="module")
-def agents(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Agent, Agent]]:
-    """One agent per mode over folders that look alike; the session's scripts all run on one kernel."""
-    pair = []
-    for mode in ("per_call", "session"):
-        folder = tmp_path_factory.mktemp(mode) / "work"
+def agents(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Agent, Agent, Agent]]:
+    """One agent per mode, and one whose kernel is forked, over folders that look alike.
+
+    A session's scripts all run on one kernel.
+    """
+    made = []
+    for mode, name in (("per_call", "per_call"), ("session", "session"), ("session", "forked")):
+        folder = tmp_path_factory.mktemp(name) / "work"
         (folder / "lib").mkdir(parents=True)
         (folder / "data.txt").write_text("alpha\nbeta\n")
         (folder / "neighbour.py").write_text("VALUE = 1\n")
         (folder / "random.py").write_text("raise RuntimeError('the wrong random')\n")
         (folder / "lib" / "parity_local.py").write_text("VALUE = 'local'\n")
-        pair.append(Agent(folder, mode))
-    yield pair[0], pair[1]
-    for agent in pair:
+        made.append(Agent(folder, mode))
+    assert asyncio.run(made[2].tool().prewarm())
+    for agent, forked in ((made[1], False), (made[2], True)):
+        command = agent.run("print(open('/proc/self/cmdline').read())").text
+        assert ("--template" in command) is forked
+    yield made[0], made[1], made[2]
+    for agent in made:
         agent.close()
 
 
@@ -57,10 +69,14 @@ def _headline_length(text: str) -> int:
 
 @pytest.mark.case(315, 47, 48, 51)
 @pytest.mark.parametrize("name", SCRIPTS)
-def test_a_script_gives_the_same_result_in_both_modes(name: str, agents: tuple[Agent, Agent]) -> None:
+def test_a_script_gives_the_same_result_in_both_modes(name: str, agents: tuple[Agent, Agent, Agent]) -> None:
     """Output, blocks and helper accounting are equal, whatever the mode; a reason is one in both."""
-    per_call, session = (agent.run(SCRIPTS[name], timeout_ms=60_000) for agent in agents)
+    per_call, session, forked = (agent.run(SCRIPTS[name], timeout_ms=60_000) for agent in agents)
 
+    assert comparable(forked, agents[2]) == comparable(session, agents[1])
+    assert [value for key, value in forked.details.items() if key not in VOLATILE] == [
+        value for key, value in session.details.items() if key not in VOLATILE
+    ]
     assert session.details["persistent"] is True, session.details
     assert session.details["state_retained"] is True, session.text
     if name in DIFFERENT:
