@@ -43,11 +43,11 @@ from lemon_shim.wire import FINISHED_CELL
 from . import hostloop
 from .bridge.comm import CommCarrier
 from .bridge.dispatch import Call, Denial, Dispatcher, Limits
+from .bridge.sockets import Channel
 from .config import ExecuteCodeConfig, PolicyConfig, Source
 from .errors import ConfigError
 from .helpers.worker import in_thread
 from .scope import AbortSignal
-from .session.link import _Channel, _context
 from .telemetry import fault_name
 
 if TYPE_CHECKING:
@@ -107,8 +107,8 @@ class NotebookHost:
         )
         self._comm = CommCarrier(self._send, self._opened)
         self._is_heard = False
-        self._iopub: _Channel | None = None
-        self._control: _Channel | None = None
+        self._iopub: Channel | None = None
+        self._control: Channel | None = None
         self._cell: _Cell | None = None
         self._parent = b"{}"
         self._finished: deque[str] = deque(maxlen=REMEMBERED_REQUESTS)
@@ -147,18 +147,14 @@ class NotebookHost:
         while self._tasks:
             await asyncio.wait(self._tasks)
 
-    def _connect(self, kind: int, name: str, receive: Callable[[list[bytes | memoryview]], None]) -> _Channel:
+    def _connect(self, kind: int, name: str, receive: Callable[[list[bytes | memoryview]], None]) -> Channel:
         info = self._info
-        socket: zmq.Socket[bytes] = _context().socket(kind)
-        if kind == zmq.SUB:
-            socket.subscribe(self._comm.topic)
-            socket.subscribe(b"kernel.")  # busy and idle; their whole topic holds a name we do not know
-        if info.get("curve_publickey"):
-            socket.curve_serverkey = _bytes(info["curve_publickey"])
-            socket.curve_publickey, socket.curve_secretkey = zmq.curve_keypair()
         separator = "-" if info.get("transport") == "ipc" else ":"
         endpoint = f"{info['transport']}://{info['ip']}{separator}{info[name + '_port']}"
-        return _Channel(socket, endpoint, receive)
+        # "kernel." is for busy and idle; the rest of their topic is a name that we do not know
+        topics = (self._comm.topic, b"kernel.") if kind == zmq.SUB else ()
+        server_key = _bytes(info.get("curve_publickey"))
+        return Channel(kind, endpoint, receive, topics=topics, server_key=server_key)
 
     def _in_background(self, task: asyncio.Task[object]) -> None:
         self._tasks.add(task)

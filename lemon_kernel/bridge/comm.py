@@ -3,7 +3,7 @@
 The host opens the comm (a front end closes comms of targets it does not know, if the kernel opened them).  Frames of
 the script come on iopub as ``comm_msg``; grants and answers go out on *control*, because shell is not read while
 a cell runs.  One comm lives as long as its kernel; each cell has a dispatcher of its own, attached for its time.  What
-comes while none is attached is dropped: nobody waits for it (behaviour 5.5).
+comes while none is attached is dropped: nobody waits for it (behaviour 5.5); a notebook host refuses it.
 
 The kernel puts a frame into its message as it is, behind a head that both ends know, so that it can be cut out
 without parsing; anything else that a script sends on the comm is parsed.
@@ -16,7 +16,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from lemon_shim.message import decode, encode
-from lemon_shim.wire import COMM_TARGET
+from lemon_shim.wire import COMM_TARGET, FINISHED_CELL
 
 from .frames import HEAD_BYTES
 
@@ -89,6 +89,8 @@ class CommCarrier:
             self._opened(frame, self._on_open)
         elif self._dispatcher is not None:
             self._dispatcher.receive(frame)
+        elif self._on_open is not None:
+            self._refuse_stray(frame)
 
     def grant(self, number: int, dispatcher: Dispatcher, helpers: list[str]) -> None:
         """Answer the ``open`` frame `number` with the authority of `dispatcher`."""
@@ -106,6 +108,16 @@ class CommCarrier:
     def refuse(self, number: int, message: str) -> None:
         """Answer the ``open`` frame `number` with the reason why there is no grant."""
         self._send_data({"type": "answer", "id": number, "ok": False, "content": message})
+
+    def _refuse_stray(self, frame: bytes) -> None:
+        """Answer a frame that has no grant.  A notebook's cell has no deadline: it would wait for ever."""
+        try:
+            data = decode(frame)
+        except ValueError:
+            return
+        if isinstance(data.get("id"), int):
+            answer = {"type": "answer", "id": data["id"], "cell": data.get("cell"), "ok": False}
+            self._send_data(answer | {"content": FINISHED_CELL})
 
     def _opened(self, frame: bytes, on_open: OnOpen) -> None:
         try:

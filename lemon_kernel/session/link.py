@@ -13,9 +13,6 @@ A cell ends with its reply.  Its output is complete when the host has then read 
 the pipe (behaviour 7.4): reading until the pipe is empty has no end while a background child prints.
 
 Every wait ends: the process's death is seen through its pidfd and fails whatever waits here.
-
-zmq sockets tell of readiness by the *edges* of a descriptor: whoever sends or reads must look for messages that came
-meanwhile, or they wait for the next edge.  Hence :meth:`_Channel.pump` after each send.
 """
 
 from __future__ import annotations
@@ -39,6 +36,7 @@ from lemon_shim.kernel import GRANT_METADATA
 from lemon_shim.message import Message, Signer, decode, encode
 
 from ..bridge.comm import CommCarrier
+from ..bridge.sockets import Channel
 
 if TYPE_CHECKING:
     from jupyter_client.manager import AsyncKernelManager
@@ -55,14 +53,9 @@ MAX_MESSAGE_BYTES = 262_144
 """Of a shell or control message to the host (behaviour 6.11)."""
 REPLY_AFTER_IDLE_S = 1.0
 CONFIRM_S = 1.0
-RECONNECT_MS = 5
-"""zmq's default waits 100 ms before it looks again whether the kernel has bound its socket."""
 READ_BYTES = 65_536
 DRAIN_INTERVAL_S = 0.002
 """While little output comes the pipe is read at most this often: a line is not worth a wake-up."""
-MESSAGES_PER_TURN = 200
-COPY_BYTES = 1 << 20
-"""A larger part of a message is looked at where zmq received it: one copy of it is what memory may grow by (5.8)."""
 
 
 class StartupError(Exception):
@@ -84,50 +77,6 @@ class CellReply:
     ok: bool
     name: str | None
     message: str | None
-
-
-class _Channel:
-    """One zmq socket on the running loop; `receive` gets the frames of each message."""
-
-    def __init__(
-        self, socket: zmq.Socket[bytes], endpoint: str, receive: Callable[[list[bytes | memoryview]], None]
-    ) -> None:
-        self._socket = socket
-        self._receive = receive
-        self._loop = asyncio.get_running_loop()
-        socket.linger = 0
-        socket.reconnect_ivl = RECONNECT_MS
-        socket.sndhwm = socket.rcvhwm = 0
-        socket.connect(endpoint)
-        self._descriptor: int = socket.fileno()
-        self._loop.add_reader(self._descriptor, self.pump)
-        self._loop.call_soon(self.pump)
-
-    def send(self, frames: Sequence[bytes]) -> None:
-        if not self._socket.closed:
-            self._socket.send_multipart(frames, zmq.NOBLOCK, copy=True)
-            self.pump_soon()
-
-    def pump_soon(self) -> None:
-        if int(self._socket.get(zmq.EVENTS)) & zmq.POLLIN:
-            self._loop.call_soon(self.pump)
-
-    def pump(self) -> None:
-        """Read what is there; after a burst let others have their turn."""
-        for _ in range(MESSAGES_PER_TURN):
-            if self._socket.closed:
-                return
-            try:
-                parts = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
-            except zmq.Again:
-                return
-            self._receive([part.bytes if len(part) <= COPY_BYTES else part.buffer for part in parts])
-        self._loop.call_soon(self.pump)
-
-    def close(self) -> None:
-        if not self._socket.closed:
-            self._loop.remove_reader(self._descriptor)  # before the number can be somebody else's
-            self._socket.close()
 
 
 class _Pipe:
@@ -227,9 +176,9 @@ class KernelLink:
         self._loop = asyncio.get_running_loop()
         self._provisioner: LemonProvisioner | None = None
         self._manager: AsyncKernelManager | None = None
-        self._shell: _Channel | None = None
-        self._control: _Channel | None = None
-        self._iopub: _Channel | None = None
+        self._shell: Channel | None = None
+        self._control: Channel | None = None
+        self._iopub: Channel | None = None
         self._pipe: _Pipe | None = None
         self._signer = Signer(b"", "")
         self._comm = CommCarrier(self._send_control)
@@ -373,17 +322,13 @@ class KernelLink:
             raise ProtocolFault("another kernel answered")
         self._kernel_session = informed
 
-    def _connect(self, kind: int, name: str, receive: Callable[[list[bytes | memoryview]], None]) -> _Channel:
+    def _connect(self, kind: int, name: str, receive: Callable[[list[bytes | memoryview]], None]) -> Channel:
         manager = self._manager
         assert manager is not None
-        socket: zmq.Socket[bytes] = _context().socket(kind)
-        if kind == zmq.SUB:
-            socket.subscribe(self._comm.topic)
-            socket.subscribe(b"kernel.")
-        if manager.curve_publickey is not None:
-            socket.curve_serverkey = manager.curve_publickey
-            socket.curve_publickey, socket.curve_secretkey = zmq.curve_keypair()
-        return _Channel(socket, manager._make_url(name), receive)
+        topics = (self._comm.topic, b"kernel.") if kind == zmq.SUB else ()
+        return Channel(
+            kind, manager._make_url(name), receive, topics=topics, server_key=manager.curve_publickey or b""
+        )
 
     async def _or_death(self, ready: asyncio.Future[tuple[object, object]]) -> tuple[object, object]:
         """Return the result of `ready`; raise KernelDied if the process ends first."""
@@ -546,14 +491,3 @@ def _reply(message: Message) -> CellReply:
     ):
         raise ValueError("malformed reply")
     return CellReply(False, name, text)
-
-
-_contexts: dict[int, zmq.Context[zmq.Socket[bytes]]] = {}
-
-
-def _context() -> zmq.Context[zmq.Socket[bytes]]:
-    """Return the host's zmq context; a forked child gets its own, the parent's is of no use to it."""
-    pid = os.getpid()
-    if pid not in _contexts:
-        _contexts[pid] = zmq.Context()
-    return _contexts[pid]

@@ -283,6 +283,14 @@ def test_each_cell_has_its_own_token(shared: FrontEnd) -> None:
     assert "rpc authentication failed" in ran.result
 
 
+def test_call_without_a_grant_is_answered(shared: FrontEnd) -> None:
+    """A frame that no grant covers is refused: a cell has no deadline, and would wait for ever."""
+    shared.ok("import lemon_tools\nread('a.txt')\ncarrier = lemon_tools._grant.carrier")
+    ran = shared.ok("""carrier._ask(5, b'{"type":"call","id":5,"cell":""}', 5)["content"]""")
+
+    assert ran.result == repr(wire.FINISHED_CELL)
+
+
 def test_pool_of_an_earlier_cell_is_refused(shared: FrontEnd) -> None:
     """A thread of a finished cell cannot use the next one's grant, but the next cell's own threads can."""
     shared.ok("from concurrent.futures import ThreadPoolExecutor\npool = ThreadPoolExecutor(1)")
