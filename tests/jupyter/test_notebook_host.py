@@ -587,6 +587,17 @@ def test_host_that_comes_later(folder: Path) -> None:
             stop()
 
 
+@pytest.mark.parametrize("call", ["read('no.txt')", "batch([('read', {'path': 'no.txt'})])"])
+def test_traceback_ends_in_the_cell(shared: FrontEnd, call: str) -> None:
+    """A traceback shows the person's own frames and the message, not how a call travels."""
+    trace = re.sub("\x1b\\[[0-9;]*m", "", "\n".join(shared.run(call).reply["traceback"]))
+
+    assert call in trace
+    assert "ToolError: File not found" in trace
+    assert "api.py" not in trace
+    assert "bridge.py" not in trace
+
+
 # text() and notify()
 
 
