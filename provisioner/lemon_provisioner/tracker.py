@@ -31,7 +31,7 @@ import sys
 import threading
 from dataclasses import dataclass
 
-__all__ = ["check", "forget", "group", "root", "watch"]
+__all__ = ["check", "forget", "group", "root", "start", "watch"]
 
 _log = logging.getLogger("lemon_provisioner")
 
@@ -61,6 +61,11 @@ class _Tracker:
         self._pipe = -1
         self._closed = False
         self._warned = False
+
+    def start(self) -> None:
+        with self._lock:
+            if not self._alive():
+                self._tell(b"")
 
     def root(self, root: str) -> None:
         with self._lock:
@@ -237,6 +242,11 @@ def _hex(path: str) -> bytes:
 _tracker = _Tracker()
 os.register_at_fork(before=_tracker.hold, after_in_parent=_tracker.release, after_in_child=_tracker.abandon)
 atexit.register(_tracker.close)
+
+
+def start() -> None:
+    """Start the tracker if there is none, before there is anything for it to know."""
+    _tracker.start()
 
 
 def root(folder: str) -> None:

@@ -273,9 +273,9 @@ def create_workspace(prefix: str) -> str:
     The tracker knows the root before there is anything in it that a killed host would leave behind.  Raises
     :class:`StagingError`.
     """
-    root = private_root()
-    tracker.root(root)
-    return _reserve_folder(root, prefix)
+    tracker.start()
+    tracker.root(current_root())
+    return _reserve_folder(private_root(), prefix)
 
 
 def write_private(folder: str, name: str, data: bytes) -> str:
