@@ -1,4 +1,4 @@
-"""`make demo`: run the survey over the standard library's own source and say what it cost."""
+"""`make demo`: survey the standard library's own source, say what it cost, and run the first notebook."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from lemon_kernel import (
 )
 
 SURVEY = pathlib.Path(__file__).with_name("survey.py")
+NOTEBOOK = pathlib.Path(__file__).parents[1] / "notebooks" / "01-first-run.ipynb"
 NEXT_CELL = "# --- next cell"
 
 
@@ -51,6 +52,21 @@ async def survey_in_cells(folder: str) -> list[ToolResult]:
         ]
 
 
+def run_notebook(path: pathlib.Path) -> None:
+    """Run a notebook on the kernel ``lemon``, as CI does, and show its text() blocks."""
+    import nbformat
+    from nbclient import NotebookClient
+
+    book = nbformat.read(path, as_version=4)
+    NotebookClient(book, timeout=60, resources={"metadata": {"path": str(path.parent)}}).execute()
+    print(f"--- notebook: {path.name} through nbclient, and what text() showed in it")
+    for cell in book.cells:
+        for output in cell.get("outputs", ()):
+            block = output.get("data", {}).get("application/vnd.lemon.text+json")
+            if block is not None:
+                print(block["text"])
+
+
 def main() -> int:
     folder = sysconfig.get_path("stdlib")
     print(f"surveying {folder}\n")
@@ -60,6 +76,7 @@ def main() -> int:
     for number, result in enumerate(asyncio.run(survey_in_cells(folder)), start=1):
         show(f"session: cell {number} on a live kernel", result)
         results.append(result)
+    run_notebook(NOTEBOOK)
     return 0 if all("reason" not in result.details for result in results) else 1
 
 
