@@ -1,0 +1,1 @@
+"""JupyterLab on the kernel ``lemon`` in a real browser."""
