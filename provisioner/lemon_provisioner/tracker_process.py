@@ -142,6 +142,8 @@ def remove_tree(top: str) -> None:
             if emptied:
                 os.rmdir(path)
                 continue
+            if os.lstat(path).st_mode & 0o700 != 0o700:  # a script took our rights to what is in it
+                os.chmod(path, 0o700)
             with os.scandir(path) as entries:
                 children = list(entries)
         except OSError:

@@ -398,7 +398,7 @@ class _Remover:
         if not self._visit():
             return
         try:
-            folder = os.open(path, _FOLDER)
+            folder = _open_folder(path, None)
         except OSError:  # not a folder, or not ours to enter
             _unlink_quietly(path)
             return
@@ -441,7 +441,7 @@ class _Remover:
         if not self._visit():
             return folder
         try:
-            inner = os.open(name, _FOLDER, dir_fd=folder)
+            inner = _open_folder(name, folder)
         except OSError:
             return folder
         os.close(folder)
@@ -466,6 +466,8 @@ class _Remover:
         status = os.fstat(folder)
         level = _Level(name, (status.st_dev, status.st_ino))
         try:
+            if status.st_mode & 0o700 != 0o700:  # a script took our rights to what is in it
+                os.fchmod(folder, 0o700)
             with os.scandir(folder) as entries:
                 for entry in entries:
                     if entry.is_dir(follow_symlinks=False):
@@ -484,6 +486,22 @@ class _Remover:
         except OSError:
             pass
         return level
+
+
+def _open_folder(name: str, within: int | None) -> int:
+    """Open a folder that is to be removed, also one of this user's that nobody may enter; follow no link."""
+    try:
+        return os.open(name, _FOLDER, dir_fd=within)
+    except PermissionError:
+        found = os.open(name, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=within)
+    try:
+        itself = (
+            f"/proc/self/fd/{found}"  # a name for the object: whatever is put in its place is not touched
+        )
+        os.chmod(itself, 0o700)
+        return os.open(itself, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    finally:
+        os.close(found)
 
 
 def _rmdir_quietly(name: str, folder: int | None) -> None:

@@ -7,6 +7,7 @@ import select
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,6 +15,7 @@ from pathlib import Path
 import pytest
 from lemon_provisioner import tracker_process
 
+NOBODY = 65534
 GONE_WITHIN_S = 3  # behaviour 6.12
 
 _HOST = """
@@ -415,6 +417,29 @@ def test_removal_follows_no_link(tmp_path: Path) -> None:
 
     assert not workspace.exists()
     assert (target / "kept").exists()
+
+
+def test_removal_of_what_a_script_locked() -> None:
+    """A folder whose rights a script took away goes like any other, also for a user who is not root."""
+    pid = os.fork()
+    if pid == 0:
+        status = 1
+        try:
+            if os.geteuid() == 0:
+                os.setgroups([])
+                os.setuid(NOBODY)
+            workspace = Path(tempfile.mkdtemp(dir="/tmp"))
+            for mode in (0, 0o400, 0o500):
+                folder = workspace / f"{mode:o}"
+                folder.mkdir()
+                (folder / "file").touch()
+                folder.chmod(mode)
+            tracker_process.remove_tree(str(workspace))
+            status = int(workspace.exists())
+        finally:
+            os._exit(status)
+
+    assert os.waitpid(pid, 0)[1] == 0
 
 
 def test_removal_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -437,8 +437,28 @@ def test_removal_budget(caplog: pytest.LogCaptureFixture) -> None:
     assert not os.path.exists(folder)
 
 
+def test_removal_of_what_a_script_locked() -> None:
+    """A folder whose rights a script took away goes like any other, also for a user who is not root."""
+
+    def child() -> None:
+        os.environ["TMPDIR"] = "/tmp"
+        folder = Path(workspace.create_workspace(workspace.EXEC_PREFIX))
+        for bits in (0, 0o400, 0o500):
+            locked = folder / f"{bits:o}"
+            (locked / "inner").mkdir(parents=True)
+            (locked / "file").touch()
+            (locked / "link").symlink_to("/")
+            locked.chmod(bits)
+        folder.chmod(0)
+        assert workspace.remove_tree(str(folder))
+        assert workspace.remove_tree(os.path.dirname(folder))
+
+    in_child(child, uid=NOBODY)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can plant a folder of somebody else")
 def test_removal_ignores_errors_of_entries(caplog: pytest.LogCaptureFixture) -> None:
-    """A folder that may not be entered stays with its parents; everything else goes."""
+    """A folder of somebody else stays with its parents; everything else goes."""
 
     def child() -> None:
         os.environ["TMPDIR"] = "/tmp"
@@ -447,15 +467,17 @@ def test_removal_ignores_errors_of_entries(caplog: pytest.LogCaptureFixture) -> 
         (folder / "a" / "file").touch()
         (folder / "locked").mkdir()
         (folder / "locked" / "file").touch()
-        (folder / "locked").chmod(0)
-        try:
+        for path in (folder.parent, folder, folder / "a", folder / "a" / "file"):
+            os.chown(path, NOBODY, NOBODY)
+
+        def removal() -> None:
             assert not workspace.remove_tree(str(folder))
             assert os.listdir(folder) == ["locked"]
-        finally:
-            (folder / "locked").chmod(0o700)
-            assert workspace.remove_tree(os.path.dirname(folder))
 
-    in_child(child, uid=NOBODY)
+        in_child(removal, uid=NOBODY)
+        assert workspace.remove_tree(os.path.dirname(folder))
+
+    in_child(child)
 
 
 def test_removal_holds_few_descriptors() -> None:
