@@ -28,6 +28,7 @@ import zmq
 from ipykernel.ipkernel import IPythonKernel
 from ipykernel.zmqshell import ZMQInteractiveShell
 from traitlets import Bool, Type
+from traitlets.config import Config
 
 from lemon_shim import api, generations
 from lemon_shim.kernel import GRANT_METADATA
@@ -55,6 +56,11 @@ _FORK_WARNING = r".*multi-threaded, use of (fork|forkpty)\(\) may lead to deadlo
 
 class LemonShell(ZMQInteractiveShell):
     """ipykernel's shell, less variables that would colour every child's output, and less our frames in tracebacks."""
+
+    def _find_my_config(self, cfg: Config) -> Config:
+        if self.parent is not None and self.parent.session_launch:
+            return Config()  # see LemonKernelApp
+        return super()._find_my_config(cfg)  # type: ignore[no-any-return]
 
     def init_environment(self) -> None:
         if self.parent is not None and self.parent.session_launch:
