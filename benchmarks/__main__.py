@@ -8,7 +8,7 @@ import sys
 
 from .harness import RESULTS
 
-SUITES = ("per_call", "session")
+SUITES = ("per_call", "session", "notebook")
 
 
 def main(names: list[str]) -> int:
