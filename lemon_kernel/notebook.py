@@ -44,7 +44,7 @@ from . import hostloop
 from .bridge.comm import CommCarrier
 from .bridge.dispatch import Call, Denial, Dispatcher, Limits
 from .bridge.sockets import Channel
-from .config import ExecuteCodeConfig, PolicyConfig, Source
+from .config import ExecuteCodeConfig, PolicyConfig
 from .errors import ConfigError
 from .helpers.worker import in_thread
 from .scope import AbortSignal
@@ -273,36 +273,19 @@ class _Gate:
         reason = self._policy.denial_reason(tool)
         if reason is None:
             return None
-        if self._table.unreadable_at is not None:
-            return reason + _hint(*self._table.unreadable_at)
-        return reason + self._hint(self._denying_key(tool))
+        return reason + self._hint(tool)
 
     async def authorize(self, call: Call) -> Denial | None:
         """Deny what a person would have to be asked about: nobody can be asked here."""
         if not self._policy.requires_approval(call.tool):
             return None
-        key = "require_approval" if call.tool in self._policy.require_approval else "approvals"
-        return Denial(f"approval failed for '{call.tool}'" + self._hint(key))
+        return Denial(f"approval failed for '{call.tool}'" + self._hint(call.tool))
 
-    def _denying_key(self, tool: str) -> str:
-        """Return the key that the denial comes from, in the order of behaviour 4.1."""
-        policy = self._policy
-        if tool in policy.blocked_tools:
-            return "blocked_tools"
-        if tool in policy.deny:
-            return "deny"
-        if not isinstance(policy.allow, str) and tool not in policy.allow:
-            return "allow"
-        return "profile"
-
-    def _hint(self, key: str) -> str:
-        return _hint(f"{self._table.table}.{key}", self._table.origins[key])
-
-
-def _hint(key: str, source: Source) -> str:
-    if source.kind == "environment":
-        return f"; to allow it, change {source.rpartition(' ')[2]} in the environment of Jupyter"
-    return f"; to allow it, change {key} in {source}"
+    def _hint(self, tool: str) -> str:
+        key, source = self._table.decided_by(tool)
+        if source.kind == "environment":
+            return f"; to allow it, change {source.rpartition(' ')[2]} in the environment of Jupyter"
+        return f"; to allow it, change {key} in {source}"
 
 
 async def _invoke(call: Call, context: HelperContext) -> str | HelperResult:
