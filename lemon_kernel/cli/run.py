@@ -121,7 +121,7 @@ class RunApp(Command):
             from .. import hostloop
             from ..session.registry import KernelRegistry
 
-            registry = KernelRegistry()
+            registry = KernelRegistry(warm_starts=False)  # one kernel, for as long as the command
             try:
                 yield ExecuteCode(
                     folder, config=config, policy=policy, approvals=person, registry=registry, scope=scope

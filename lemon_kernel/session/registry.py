@@ -156,7 +156,8 @@ class KernelRegistry:
     Needs no arguments; an (async) context manager.  `detach`, `reap`, `aclose` and `snapshot` may be called from
     any loop and thread.  Test seams: `clock` gives seconds for last use and idle time, `sleep` waits between two
     reap ticks, `stopper` carries out a kernel's end and says whether it is confirmed (False: `stop_failed`; what
-    it raises is `reset_failed`), `start` starts a kernel (by default warm, where a template can be had).
+    it raises is `reset_failed`), `start` starts a kernel.  `warm_starts` is False where there will be one kernel
+    only: then none is forked from a template, and no template is made.
     """
 
     def __init__(
@@ -166,11 +167,13 @@ class KernelRegistry:
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
         stopper: Stopper = call_stop,
         start: StartLink | None = None,
+        warm_starts: bool = True,
     ) -> None:
         self._clock = clock
         self._sleep = sleep
         self._stopper = stopper
         self._start = start
+        self._warm_starts = warm_starts
         self._closed = False
         self._clear()
         _registries.add(self)
@@ -182,7 +185,7 @@ class KernelRegistry:
         self._monitored: dict[OwnerLife, Callable[[], None]] = {}
         self._generations = 0
         self._ticking: asyncio.Task[None] | None = None
-        self._templates = Templates(on_fallback=_report_cold_start)
+        self._templates = Templates(on_fallback=_report_cold_start) if self._warm_starts else None
 
     @classmethod
     def default(cls) -> KernelRegistry:
@@ -295,7 +298,7 @@ class KernelRegistry:
 
     async def prewarm(self, interpreter: str, cwd: str) -> bool:
         """Have a template of `interpreter` before the first kernel needs it; return whether there is one."""
-        if self._closed:
+        if self._closed or self._templates is None:
             return False
         run_id = new_run_id()
         launch = Launch([interpreter], child_environment(run_id), cwd, run_id, output=-1)
@@ -434,7 +437,8 @@ class KernelRegistry:
             else:
                 continue
             reaped.append(kernel)
-        self._templates.reap()
+        if self._templates is not None:
+            self._templates.reap()
         await _confirmed(reaped)
 
     def _report_reap(self, kernel: SessionKernel, idle_ms: int, reason: str) -> None:
@@ -457,7 +461,8 @@ class KernelRegistry:
                 kernel.end(Cause.SHUTDOWN)
                 kernel.retry()
         await _confirmed(self._leaving)
-        await self._templates.aclose()
+        if self._templates is not None:
+            await self._templates.aclose()
 
     def _snapshot(self) -> dict[str, object]:
         self._require_open()

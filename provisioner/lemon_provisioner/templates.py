@@ -27,6 +27,7 @@ All of this is for one loop, the host's.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 import os
@@ -46,7 +47,7 @@ from .forked import MAX_PACKET_BYTES, ForkedProcess, readable
 from .kernel_files import stage_shim
 from .key import environment_prefix
 from .process import ChildProcess, new_run_id
-from .workspace import KERNEL_PREFIX, StagingError, create_workspace, remove_tree
+from .workspace import KERNEL_PREFIX, create_workspace, remove_tree
 
 __all__ = ["FallbackReason", "Launch", "Origin", "Templates"]
 
@@ -242,16 +243,21 @@ class _Template:
     def retire(self) -> None:
         """Fork no more; end once the last kernel has ended, for it is this process that knows how it ended."""
         self.retired = True
+        self._hang_up()
         if not self.kernels:
             self.end()
-        elif self._control is not None:
+
+    def _hang_up(self) -> None:
+        """Let the template see end of file, also where a forked child of this process has our end as well."""
+        if self._control is not None:
+            with contextlib.suppress(OSError):
+                self._control.shutdown(socket.SHUT_RDWR)
             self._control.close()
 
     def end(self) -> None:
         """End the process and remove what it had.  Kernels that it forked go on."""
         self.retired = True
-        if self._control is not None:
-            self._control.close()
+        self._hang_up()
         if self._process is not None and self._process.finish() is None:
             _log.warning("a template process does not die of SIGKILL")
             return
@@ -286,6 +292,10 @@ class Templates:
         """Interpreters that cannot have a template, why, and since when; tried again after :data:`MAX_AGE_S`."""
         self._delays: dict[str, asyncio.TimerHandle] = {}
         self._closed = False
+
+    def pids(self) -> list[int]:
+        """Return the process ids of the templates that fork kernels now."""
+        return [template.pid for template in self._templates.values()]
 
     async def fork(self, launch: Launch) -> ForkedProcess | None:
         """Return a forked kernel, or None: then start it from scratch; a template may be made meanwhile.
@@ -322,7 +332,8 @@ class Templates:
         if starting is None:
             starting = asyncio.get_running_loop().create_task(self._start(launch))
             self._starting[interpreter] = starting
-        return await asyncio.shield(starting)
+        await asyncio.wait({starting})  # goes on for others if our caller leaves
+        return not starting.cancelled() and starting.result()
 
     def reap(self) -> None:
         """End templates that were not used for half an hour.  Called with the registry's tick."""
@@ -409,7 +420,7 @@ class Templates:
             template = _Template(Origin.of(launch), self._clock())
             try:
                 await template.start(launch)
-            except (OSError, StagingError, ValueError, TimeoutError) as error:
+            except Exception as error:  # no room, no time, no interpreter: all of it is a cold start
                 _log.info("no template: %s", type(error).__name__)
                 self._refusals[interpreter] = ("unknown", self._clock())
                 return False
