@@ -15,10 +15,14 @@ from concurrent.futures import ThreadPoolExecutor
 import psutil
 from jupyter_client.blocking.client import BlockingKernelClient
 from jupyter_client.manager import KernelManager, start_new_kernel
+from lemon_provisioner.environment import child_environment
+from lemon_provisioner.process import new_run_id
+from lemon_provisioner.templates import Launch, Templates
 
 from lemon_kernel import ExecuteCode, ExecuteCodeConfig, KernelRegistry, Owner, SessionScope, hostloop
 from lemon_kernel.session.link import KernelLink
 
+from .floor import Floor
 from .harness import Workload, measure, report, timed
 
 CALLS = 200
@@ -104,10 +108,14 @@ def stock() -> Iterator[Stock]:
         kernel.stop()
 
 
-async def start_ours(folder: str) -> KernelLink:
+async def start_ours(folder: str, templates: Templates | None = None) -> KernelLink:
     loop = asyncio.get_running_loop()
     return await KernelLink.start(
-        interpreter=sys.executable, cwd=folder, helpers=["read"], deadline=loop.time() + 30
+        interpreter=sys.executable,
+        cwd=folder,
+        helpers=["read"],
+        deadline=loop.time() + 30,
+        templates=templates,
     )
 
 
@@ -199,12 +207,19 @@ def main() -> str:
 
     links: list[KernelLink] = []
     peers: list[Stock] = []
+    pss: dict[bool, list[float]] = {True: [], False: []}
+    stock_pss: list[float] = []
     stops: list[float] = []
     stock_stops: list[float] = []
 
-    def start_one() -> float:
+    fallbacks: list[str] = []
+    templates = Templates(on_fallback=fallbacks.append)
+    launch = Launch([sys.executable], child_environment(run_id := new_run_id()), folder, run_id, -1)
+    assert hostloop.run(templates.warm(launch))
+
+    def start_one(templates: Templates | None = None) -> float:
         start = time.perf_counter()
-        link = hostloop.run(start_ours(folder))
+        link = hostloop.run(start_ours(folder, templates))
         took = (time.perf_counter() - start) * 1000
         stops.append(timed(lambda: hostloop.run(link.stop())))
         return took
@@ -216,11 +231,12 @@ def main() -> str:
         stock_stops.append(timed(kernel.stop))
         return took
 
-    async def eight() -> None:
-        links.extend(await asyncio.gather(*(start_ours(folder) for _ in range(8))))
+    async def eight(templates: Templates | None) -> None:
+        links.extend(await asyncio.gather(*(start_ours(folder, templates) for _ in range(8))))
 
-    def eight_ours() -> float:
-        took = timed(lambda: hostloop.run(eight()))
+    def eight_ours(templates: Templates | None = None) -> float:
+        took = timed(lambda: hostloop.run(eight(templates)))
+        pss[templates is not None].append(statistics.mean(pss_mb(link.pid) for link in links))
         while links:
             hostloop.run(links.pop().stop())
         return took
@@ -228,41 +244,49 @@ def main() -> str:
     def eight_stock() -> float:
         with ThreadPoolExecutor(8) as pool:
             took = timed(lambda: peers.extend(pool.map(lambda _: Stock(), range(8))))
+        stock_pss.append(statistics.mean(pss_mb(kernel.manager.provisioner.process.pid) for kernel in peers))
         while peers:
             peers.pop().stop()
         return took
 
-    rows += measure(
-        [
-            Workload("stock: start with wait_for_ready", start_stock),
-            Workload(
-                "cold start to ready, through the provisioner",
-                start_one,
-                peer="stock: start with wait_for_ready",
-                bar=0.65,
-            ),
-        ],
-        rounds=9,
-    )
+    with Floor() as floor:
+        rows += measure(
+            [
+                Workload("stock: start with wait_for_ready", start_stock),
+                Workload(
+                    "floor: fork, five binds, one answer",
+                    lambda: timed(floor.start),
+                    peer="stock: start with wait_for_ready",
+                ),
+                Workload(
+                    "warm start to ready, through the provisioner",
+                    lambda: start_one(templates),
+                    peer="stock: start with wait_for_ready",
+                    bar=0.15,
+                ),
+                Workload(
+                    "cold start to ready, through the provisioner",
+                    start_one,
+                    peer="stock: start with wait_for_ready",
+                    bar=0.6,
+                ),
+            ],
+            rounds=9,
+        )
     rows += measure(
         [
             Workload("stock: 8 starts in parallel", eight_stock),
-            Workload("8 starts in parallel", eight_ours, peer="stock: 8 starts in parallel"),
+            Workload(
+                "8 warm starts in parallel",
+                lambda: eight_ours(templates),
+                peer="stock: 8 starts in parallel",
+                bar=0.2,
+            ),
+            Workload("8 cold starts in parallel", eight_ours, peer="stock: 8 starts in parallel"),
         ],
         rounds=3,
         warm_up=1,
     )
-
-    def pss_ours() -> float:
-        link = hostloop.run(start_ours(folder))
-        figure = pss_mb(link.pid)
-        hostloop.run(link.stop())
-        return figure
-
-    def pss_stock() -> float:
-        with stock() as kernel:
-            return pss_mb(kernel.manager.provisioner.process.pid)
-
     ours = iter(stops)
     theirs = iter(stock_stops)
     rows += measure(
@@ -273,13 +297,30 @@ def main() -> str:
         rounds=7,
         warm_up=1,
     )
+    template_mb = pss_mb(next(iter(templates.pids())))
+    warm_pss, cold_pss, peer_pss = iter(pss[True]), iter(pss[False]), iter(stock_pss)
     rows += measure(
         [
-            Workload("stock: PSS of an idle kernel", pss_stock, unit="MB"),
-            Workload("PSS of an idle kernel", pss_ours, unit="MB", peer="stock: PSS of an idle kernel"),
+            Workload("stock: PSS of an idle kernel, 8 alive", lambda: next(peer_pss), unit="MB"),
+            Workload(
+                "PSS of an idle warm kernel, 8 alive",
+                lambda: next(warm_pss),
+                unit="MB",
+                peer="stock: PSS of an idle kernel, 8 alive",
+                bar=0.6,
+                note=f"(and one template: {template_mb:.0f} MB alone)",
+            ),
+            Workload(
+                "PSS of an idle cold kernel, 8 alive",
+                lambda: next(cold_pss),
+                unit="MB",
+                peer="stock: PSS of an idle kernel, 8 alive",
+            ),
         ],
         rounds=3,
         warm_up=1,
     )
+    assert not fallbacks, fallbacks
+    hostloop.run(templates.aclose())
     pathlib.Path(folder).rmdir()
     return report("Session", rows)
