@@ -386,7 +386,7 @@ def check(told: Told, agent: Agent, result: ToolResult) -> None:
         assert found[1] not in everything
         assert not re.search(rf"\b{found[2]}\b", everything)
     for record in told.records:
-        assert record.exc_info is None, record.getMessage()
+        assert not record.exc_info, record.getMessage()
         assert record.stack_info is None
 
 
