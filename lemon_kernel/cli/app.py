@@ -168,6 +168,7 @@ class LemonApp(_LemonBase):
     """The main command: it only knows the names of the others."""
 
     description = "Run scripts that call an agent's tools, and look after the kernel that keeps their state."
+    subcommand_description = "`lemon-kernel COMMAND --help` says what a command takes."
     examples = (
         "lemon-kernel run script.py              # once, in a fresh process\n"
         "lemon-kernel run --session s a.py b.py  # two cells on one kernel\n"

@@ -2,14 +2,28 @@
 
 from __future__ import annotations
 
+import ast
 import json
+import pathlib
+import re
 import subprocess
 import sys
+import tomllib
 
 import pytest
 
 import lemon_kernel
 
+ROOT = pathlib.Path(__file__).parents[2]
+DISTRIBUTIONS = {
+    "IPython": "ipykernel",
+    "opentelemetry": "opentelemetry-api",
+    "tornado": "jupyter_client",
+    "zmq": "pyzmq",
+    "idna": "httpx",
+    "websocket": "jupyter_server",
+}
+"""Modules whose distribution has another name, or comes with the one that is declared."""
 HEAVY = "ipykernel IPython zmq jupyter_client traitlets httpx trafilatura rich opentelemetry pathspec psutil regex"
 NOT_FOR_A_RUN = "ipykernel IPython zmq httpx trafilatura rich pathspec"
 
@@ -65,3 +79,28 @@ def test_public_names_are_exactly_those() -> None:
     assert star.stdout.split() == sorted(set(lemon_kernel.__all__) - {"__version__"})
     with pytest.raises(AttributeError, match="module 'lemon_kernel' has no attribute 'Kernel'"):
         _ = lemon_kernel.Kernel
+
+
+def test_what_tests_import_is_declared() -> None:
+    """From a clean checkout every test can be collected: what it imports is a dependency of ours, by name."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    declared = [
+        *project["dependencies"],
+        *(one for extra in project["optional-dependencies"].values() for one in extra),
+    ]
+    names = {re.split(r"[\[<>=; ]", one)[0].replace("-", "_").lower() for one in declared}
+    own = {"lemon_kernel", "lemon_provisioner", "lemon_shim", "lemon_tools", "tests", "benchmarks", "tools"}
+
+    missing = {
+        f"{module} in {path.relative_to(ROOT)}"
+        for path in (ROOT / "tests").rglob("*.py")
+        for node in ast.parse(path.read_text()).body
+        if isinstance(node, ast.Import) or (isinstance(node, ast.ImportFrom) and not node.level)
+        for name in ([alias.name for alias in node.names] if isinstance(node, ast.Import) else [node.module])
+        for module in [str(name).partition(".")[0]]
+        if module not in sys.stdlib_module_names
+        and module not in own
+        and DISTRIBUTIONS.get(module, module).replace("-", "_").lower() not in names
+    }
+
+    assert missing == set()
