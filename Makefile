@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test check bench soak docs clean
+.PHONY: demo test check bench bench-peers bench-check soak docs clean
 
 $(STAMP): pyproject.toml lemon_kernel/_version.py $(wildcard kernelspec/lemon/*)
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -29,6 +29,16 @@ check: $(STAMP)
 ## ratios against peers, interleaved in one run; writes benchmarks/results/
 bench: $(STAMP)
 	@$(BIN)/python -m benchmarks
+
+## the closest peers beside ours, in a virtual environment of their own
+bench-peers: $(STAMP)
+	@test -x .venv-peers/bin/python || $(PYTHON) -m venv .venv-peers
+	@.venv-peers/bin/python -m pip install --quiet --disable-pip-version-check hermes-agent smolagents 'autogen-ext[jupyter-executor]'
+	@$(BIN)/python -m benchmarks peers
+
+## fails when a ratio got worse than the committed baseline by more than 30 %
+bench-check: $(STAMP)
+	@$(BIN)/python -m benchmarks.check
 
 ## the long storms: kills, aborts, starts, fuzz
 soak: $(STAMP)
