@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import re
+from importlib import import_module
 from typing import get_args
 
 import pytest
+from lemon_shim.wire import HELPERS as HELPER_NAMES
 
 from lemon_kernel.result import FallbackReason, Reason
 
@@ -61,6 +63,9 @@ NO_MESSAGES = {
 
 OUTSIDE = ("import sys; m = ", "\0\0\nSource: Web Fetch", "SECURITY NOTICE: ")
 """Beginnings of longer ones: the probe's program, and the wrapper, whose first line is on the page."""
+
+NOT_LIMITS = ("MAX_TITLE_CHARACTERS", "MAX_ERROR_BYTES")
+"""Cuts of what `webfetch` shows of a title and of an error page, told where they happen."""
 
 HELP_FILES = ("helpers/specs.py",)
 HELP_TEXTS = ("Run a script", "Print the definition", "Show every setting", "Find what can stop", "Install ")
@@ -141,8 +146,22 @@ def test_limits_are_those_of_the_code() -> None:
         workspace.MAX_VISITS,
         registry.REAP_INTERVAL_MS,
         dispatch.ABANDONED_PER_PARALLEL,
+        *_helper_limits(),
     ):
         assert re.search(rf"\b{number}\b", page.partition("## Errors")[0]), number
+
+
+def _helper_limits() -> list[int]:
+    """Return every number that a helper has for a limit."""
+    modules = [import_module(f"lemon_kernel.helpers.{name}") for name in HELPER_NAMES]
+    limits = {
+        f"{module.__name__}.{name}": value
+        for module in modules
+        for name, value in vars(module).items()
+        if name.startswith(("MAX_", "DEFAULT_", "TIMEOUT_")) and isinstance(value, int)
+    }
+    assert len(limits) >= 10
+    return [value for name, value in limits.items() if not name.endswith(NOT_LIMITS)]
 
 
 def _sections() -> list[str]:
