@@ -132,6 +132,20 @@ def warm(pool: Pool) -> Pool:
     return pool
 
 
+@pytest.fixture
+def sitecustomize(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Let templates, and only they, run some code when they start."""
+
+    def install(code: str) -> None:
+        (tmp_path / "sitecustomize.py").write_text(
+            "import sys\nif '--template' in sys.orig_argv:\n"
+            + "".join(f"    {line}\n" for line in code.splitlines())
+        )
+        monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+
+    return install
+
+
 def process(kernel: Kernel) -> ForkedProcess | ChildProcess:
     assert kernel.link._provisioner is not None
     return cast("ForkedProcess | ChildProcess", kernel.link._provisioner.process)
@@ -249,15 +263,18 @@ def test_a_forked_kernel_does_all_that_a_kernel_does(warm: Pool) -> None:
     assert warm.reasons == []
 
 
-def test_siblings_draw_different_numbers(warm: Pool) -> None:
-    """``random``, ``uuid4`` and multiprocessing's key differ between kernels of one template."""
+def test_siblings_draw_different_numbers(pool: Pool, sitecustomize: Callable[[str], None]) -> None:
+    """``random``, ``uuid4`` and multiprocessing's key differ between kernels of one template, which has drawn some."""
+    sitecustomize("import random, multiprocessing\nrandom.random()")
+    assert pool.warm()
     code = (
         "import random, uuid, multiprocessing\n"
         "print(random.random(), uuid.uuid4(), bytes(multiprocessing.current_process().authkey).hex())"
     )
     drawn = []
     for _ in range(2):
-        with warm.kernel() as kernel:
+        with pool.kernel() as kernel:
+            assert is_forked(kernel)
             drawn += kernel.cell(code).output.split()
 
     assert len(set(drawn)) == 6
@@ -423,20 +440,6 @@ def test_the_first_kernel_is_cold_and_later_ones_are_not(pool: Pool, monkeypatch
     assert pool.reasons == []
 
 
-@pytest.fixture
-def sitecustomize(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
-    """Let templates, and only they, run some code when they start."""
-
-    def install(code: str) -> None:
-        (tmp_path / "sitecustomize.py").write_text(
-            "import sys\nif '--template' in sys.orig_argv:\n"
-            + "".join(f"    {line}\n" for line in code.splitlines())
-        )
-        monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-
-    return install
-
-
 def test_threads(pool: Pool, sitecustomize: Callable[[str], None]) -> None:
     """A template with a second thread forks nothing, and no other one is made for that interpreter."""
     sitecustomize(
@@ -463,6 +466,16 @@ def test_setup_error(pool: Pool, sitecustomize: Callable[[str], None]) -> None:
     assert pool.warm()
 
     cold(pool, ["fork_error"])
+
+
+def test_a_slow_setup(pool: Pool, sitecustomize: Callable[[str], None]) -> None:
+    """A forked kernel that becomes ready after its host has given up ends without having been one."""
+    sitecustomize("import os, time\nown = os.setsid\ndef setsid(): own(); time.sleep(1)\nos.setsid = setsid")
+    assert pool.warm()
+    pid = pool.template.pid
+
+    cold(pool, ["no_answer"])
+    wait_until(lambda: not alive(pid))
 
 
 @pytest.mark.parametrize("name", ["LANG", "TZ", "PYTHONHASHSEED", "LD_LIBRARY_PATH", "LC_TIME", "HOME"])
@@ -656,6 +669,23 @@ def test_prewarm_and_the_registry() -> None:
     assert ("coding_agent.python_repl.template.fallback", {"reason": "age"}) in heard
     assert not alive(template.pid)
     assert not asyncio.run(tool.prewarm())
+    hostloop.stop()
+
+
+def test_no_template_where_none_is_wanted() -> None:
+    """Neither in per-call mode nor in a registry that will have one kernel only."""
+    config = ExecuteCodeConfig(enabled=True, kernel_mode="per_call", python_path=sys.executable)
+    assert not asyncio.run(ExecuteCode(os.environ["HOME"], config=config).prewarm())
+
+    registry = KernelRegistry(warm_starts=False)
+    config = config.with_values(kernel_mode="session")
+    scope = SessionScope("session", "agent", Owner())
+    tool = ExecuteCode(os.environ["HOME"], config=config, registry=registry, scope=scope)
+    try:
+        assert not asyncio.run(tool.prewarm())
+        assert tool.run_sync({"script": "print(1)"}).text.strip() == "1"
+    finally:
+        asyncio.run(registry.aclose())
     hostloop.stop()
 
 
