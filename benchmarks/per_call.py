@@ -15,7 +15,7 @@ import time
 
 from lemon_kernel import ExecuteCode, ExecuteCodeConfig, hostloop, telemetry
 
-from .harness import Workload, clean_environment, measure, report, timed
+from .harness import Row, Workload, clean_environment, measure, report, timed
 
 PYTHON = getattr(sys, "_base_executable", sys.executable)
 """A bare interpreter: an editable virtual environment's start-up hooks would flatter the ratio."""
@@ -150,6 +150,11 @@ def tell_of_a_run() -> None:
 
 
 def main() -> str:
+    return report("Per call", rows())
+
+
+def rows(rounds: int | None = None) -> list[Row]:
+    """Measure and return every line; `rounds` overrides how often each is sampled."""
     with tempfile.TemporaryDirectory() as folder:
         pathlib.Path(folder, "trivial.py").write_text("print(1)\n")
         pathlib.Path(folder, "echo.py").write_text(BARE_ECHO_CHILD)
@@ -164,7 +169,7 @@ def main() -> str:
             def ours_on_host_loop() -> list[float]:
                 return to_ms(hostloop.run(echoing.execute({"script": ECHO_SCRIPT})).text)
 
-            rows = measure(
+            found = measure(
                 [
                     Workload(
                         "bare interpreter, trivial script",
@@ -174,7 +179,7 @@ def main() -> str:
                         "per-call run of the same script",
                         lambda: timed(lambda: runner.run(plain.execute({"script": "print(1)\n"}))),
                         peer="bare interpreter, trivial script",
-                        bar=1.5,
+                        bar=1.25,
                     ),
                     Workload(
                         "telemetry of such a run with one helper call, without an SDK",
@@ -183,16 +188,16 @@ def main() -> str:
                         bar=0.02,
                     ),
                 ],
-                rounds=50,
+                rounds=rounds or 50,
             )
-            rows += measure(
+            found += measure(
                 [
                     Workload("bare asyncio socket-pair JSON echo", lambda: runner.run(bare_echo(folder))),
                     Workload(
                         "echo helper call (double on the host's loop)",
                         ours_on_host_loop,
                         peer="bare asyncio socket-pair JSON echo",
-                        bar=2.0,
+                        bar=1.2,
                     ),
                     Workload(
                         "echo helper call (double on the caller's own loop)",
@@ -211,9 +216,9 @@ def main() -> str:
                         note="the real tool, in a worker thread",
                     ),
                 ],
-                rounds=11,
+                rounds=rounds or 11,
             )
-            rows += measure(
+            found += measure(
                 [
                     Workload("file bridge polled every 20/25 ms", lambda: polling_bridge(folder)),
                     Workload(
@@ -223,10 +228,10 @@ def main() -> str:
                         bar=0.01,
                     ),
                 ],
-                rounds=5,
+                rounds=rounds or 5,
             )
             batch = "batch([('read', {'path': 'x'})] * 40)"
-            rows += measure(
+            found += measure(
                 [
                     Workload(
                         "batch of 40 calls of 50 ms, 4 at a time",
@@ -234,7 +239,7 @@ def main() -> str:
                         bar=600,
                     )
                 ],
-                rounds=3,
+                rounds=rounds or 3,
                 warm_up=1,
             )
             imports = {
@@ -250,7 +255,7 @@ def main() -> str:
                 )
 
             peer = "import asyncio, traitlets.config"
-            rows += measure(
+            found += measure(
                 [
                     Workload(
                         name,
@@ -260,6 +265,6 @@ def main() -> str:
                     )
                     for name, code in imports.items()
                 ],
-                rounds=15,
+                rounds=rounds or 15,
             )
-    return report("Per call", rows)
+    return found

@@ -23,7 +23,7 @@ from lemon_kernel import ExecuteCode, ExecuteCodeConfig, KernelRegistry, Owner, 
 from lemon_kernel.session.link import KernelLink
 
 from .floor import Floor
-from .harness import Workload, measure, report, timed
+from .harness import Row, Workload, measure, report, timed
 
 CALLS = 200
 SERIAL = f"""
@@ -128,6 +128,11 @@ async def echo(params: object, context: object) -> str:
 
 
 def main() -> str:
+    return report("Session", rows())
+
+
+def rows(rounds: int | None = None) -> list[Row]:
+    """Measure and return every line; `rounds` overrides how often each is sampled."""
     folder = tempfile.mkdtemp(prefix="lemon-bench-", dir="/tmp")
     registry = KernelRegistry()
     tool = ExecuteCode(
@@ -154,20 +159,20 @@ def main() -> str:
             peer.drain_iopub()
             return took
 
-        rows = measure(
+        found = measure(
             [
                 Workload("stock: trivial cell, reply and idle", lambda: timed(peer.cell)),
                 Workload(
                     "session cell (execute() on the host's loop)",
                     lambda: timed(lambda: run("1")),
                     peer="stock: trivial cell, reply and idle",
-                    bar=0.6,
+                    bar=0.3,
                 ),
                 Workload(
                     "session cell (execute() on the caller's loop)",
                     lambda: timed(lambda: runner.run(tool.execute({"script": "1"}))),
                     peer="stock: trivial cell, reply and idle",
-                    bar=0.6,
+                    bar=0.3,
                 ),
                 Workload("stock: empty shell round trip", lambda: timed(peer.shell_round_trip)),
                 Workload("stock: empty control round trip", control),
@@ -175,13 +180,14 @@ def main() -> str:
                     "print 100k lines",
                     lambda: timed(lambda: run("for i in range(100_000): print(i)")),
                     peer="stock: print 100k lines",
+                    bar=0.3,
                 ),
                 Workload(
                     "stock: print 100k lines",
                     lambda: timed(lambda: peer.cell("for i in range(100_000): print(i)")),
                 ),
             ],
-            rounds=15,
+            rounds=rounds or 15,
         )
         calls = measure(
             [
@@ -190,19 +196,19 @@ def main() -> str:
                     "echo helper call in a session cell",
                     lambda: [statistics.median(float(word) * 1000 for word in run(SERIAL).split())],
                     peer="stock: empty control round trip",
-                    bar=0.8,
+                    bar=0.45,
                 ),
                 Workload(
                     "16 threads calling",
                     lambda: [float(run(SIXTEEN))],
                     unit="calls/s",
-                    bar=1500,
+                    bar=2500,
                     at_least=True,
                 ),
             ],
-            rounds=11,
+            rounds=rounds or 11,
         )
-        rows += [row for row in calls if not row.name.startswith("stock")]
+        found += [row for row in calls if not row.name.startswith("stock")]
     hostloop.run(registry.aclose())
 
     links: list[KernelLink] = []
@@ -250,7 +256,7 @@ def main() -> str:
         return took
 
     with Floor() as floor:
-        rows += measure(
+        found += measure(
             [
                 Workload("stock: start with wait_for_ready", start_stock),
                 Workload(
@@ -271,9 +277,9 @@ def main() -> str:
                     bar=0.6,
                 ),
             ],
-            rounds=9,
+            rounds=rounds or 9,
         )
-    rows += measure(
+    found += measure(
         [
             Workload("stock: 8 starts in parallel", eight_stock),
             Workload(
@@ -284,22 +290,22 @@ def main() -> str:
             ),
             Workload("8 cold starts in parallel", eight_ours, peer="stock: 8 starts in parallel"),
         ],
-        rounds=3,
+        rounds=rounds or 3,
         warm_up=1,
     )
     ours = iter(stops)
     theirs = iter(stock_stops)
-    rows += measure(
+    found += measure(
         [
             Workload("stock: stop", lambda: next(theirs)),
             Workload("stop, death confirmed", lambda: next(ours), peer="stock: stop"),
         ],
-        rounds=7,
+        rounds=rounds or 7,
         warm_up=1,
     )
     template_mb = pss_mb(next(iter(templates.pids())))
     warm_pss, cold_pss, peer_pss = iter(pss[True]), iter(pss[False]), iter(stock_pss)
-    rows += measure(
+    found += measure(
         [
             Workload("stock: PSS of an idle kernel, 8 alive", lambda: next(peer_pss), unit="MB"),
             Workload(
@@ -317,10 +323,10 @@ def main() -> str:
                 peer="stock: PSS of an idle kernel, 8 alive",
             ),
         ],
-        rounds=3,
+        rounds=rounds or 3,
         warm_up=1,
     )
     assert not fallbacks, fallbacks
     hostloop.run(templates.aclose())
     pathlib.Path(folder).rmdir()
-    return report("Session", rows)
+    return found
