@@ -75,7 +75,8 @@ def serve(control: int) -> int:
 
     `control` is the number of our end of the socket pair.
     """
-    folders = [[folder, _mtime_ns(folder)] for folder in sys.path]
+    # not the staged folder, the first: the interpreter may write its bytecode there
+    folders = [[folder, _mtime_ns(folder)] for folder in sys.path[1:]]
     for name in _IMPORTED_LATE:
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
