@@ -35,7 +35,10 @@ T = TypeVar("T")
 EXIT_BOUND_S = 2.0
 """How long our closing may delay the interpreter's exit; the tracker's second makes it the 3 s of behaviour 2.9."""
 
-JOIN_S = 0.2
+LAST_TURNS_S = 0.05
+"""How long tasks that are left may take to end when the loop does."""
+
+JOIN_S = 0.3
 """What of it the end of the thread may take; a loop that is blocked does not end, and its daemon thread need not."""
 
 
@@ -56,7 +59,16 @@ class _HostThread:
         try:
             self.loop.run_forever()
         finally:
+            self._end_tasks()
             self.loop.close()
+
+    def _end_tasks(self) -> None:
+        """Cancel what is left and let it take note: a task that is dropped complains at the interpreter's exit."""
+        tasks = asyncio.all_tasks(self.loop)
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            self.loop.run_until_complete(asyncio.wait(tasks, timeout=LAST_TURNS_S))
 
 
 _lock = threading.Lock()
