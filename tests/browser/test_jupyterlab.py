@@ -19,6 +19,14 @@ for name in ["prices.py", "till.py", "README.md"]:
     if "TODO" in read(name):
         text(f"{name} has work left")"""
 
+LOOP_FOR_EVER = """\
+import time
+kept = 1
+print("running")
+while True:
+    ls()
+    time.sleep(0.5)  # a cell has 100 calls"""
+
 TODOS = """\
 def todos(name):
     lines = read(name).splitlines()
@@ -64,7 +72,7 @@ def test_interrupt_and_restart(lab: Lab) -> None:
 
     lab.open(
         "interrupt.ipynb",
-        ["kept = 1\nprint('running')\nwhile True:\n    ls()", "text(ls())", "print('kept' in globals())"],
+        [LOOP_FOR_EVER, "text(ls())", "print('kept' in globals())"],
     )
 
     lab.start(0)
