@@ -17,7 +17,7 @@ from typing import Any, Self
 import httpx
 import psutil
 
-START_S = 45
+START_S = 60
 STOP_S = 15
 
 
