@@ -39,9 +39,10 @@ def test_parameters_and_helpers(folder: Path) -> None:
 
 def test_failure(folder: Path) -> None:
     """A ToolError ends the run as papermill's own error, and nothing of the kernel is left."""
+    before = workspaces()
     source, target = folder / "in.ipynb", folder / "out.ipynb"
     nbformat.write(book("name = 'missing.txt'", "read(name)"), source)
     with pytest.raises(papermill.PapermillExecutionError, match="ToolError"):
         papermill.execute_notebook(source, target, cwd=folder, progress_bar=False)
 
-    assert workspaces() == []
+    assert workspaces() == before
