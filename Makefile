@@ -4,6 +4,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
+# Tests that measure memory or storm the machine, or drive a browser: they run one after the other.
+# All others find what is theirs by a TMPDIR of their own and run in two processes, a file in one of them.
+ALONE := tests/storms tests/acceptance/test_storms.py tests/browser
+
 .PHONY: demo test check bench bench-peers bench-check soak docs clean
 
 $(STAMP): pyproject.toml lemon_kernel/_version.py $(wildcard kernelspec/lemon/*)
@@ -18,7 +22,8 @@ demo: $(STAMP)
 
 ## lint, types, layers, then every test
 test: check
-	@$(BIN)/python -m pytest -q -m "not soak"
+	@$(BIN)/python -m pytest -q -n 2 --dist loadfile $(addprefix --ignore=,$(ALONE)) tests
+	@$(BIN)/python -m pytest -q $(ALONE)
 
 check: $(STAMP)
 	@$(BIN)/ruff check .
