@@ -33,6 +33,7 @@ check: $(STAMP)
 
 ## ratios against peers, interleaved in one run; writes benchmarks/results/
 bench: $(STAMP)
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check matplotlib
 	@$(BIN)/python -m benchmarks
 
 ## the closest peers beside ours, in a virtual environment of their own

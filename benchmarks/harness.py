@@ -136,3 +136,32 @@ def report(title: str, rows: list[Row]) -> str:
     }
     (RESULTS / f"{stem}.json").write_text(json.dumps(document, indent=2) + "\n")
     return text
+
+
+def chart(title: str, rows: list[Row], path: pathlib.Path) -> None:
+    """Draw the ratios of `rows` as bars, each with a line where its bar is; nothing without matplotlib."""
+    try:
+        import matplotlib as mpl
+    except ImportError:
+        return
+    mpl.use("Agg")
+    from matplotlib import pyplot as plt
+
+    shown = [row for row in reversed(rows) if row.ratio is not None]
+    if not shown:
+        return
+    figure, axes = plt.subplots(figsize=(9, 1 + 0.4 * len(shown)))
+    names = [f"{row.name}\n(to {row.peer})" for row in shown]
+    colours = ["tab:red" if row.holds is False else "tab:green" for row in shown]
+    axes.barh(names, [row.ratio or 0 for row in shown], color=colours)
+    for place, row in enumerate(shown):
+        axes.text(row.ratio or 0, place, f" {row.ratio:.2f}x", va="center", fontsize=7)
+        if row.bar is not None:
+            axes.vlines(row.bar, place - 0.4, place + 0.4, color="black")
+    axes.set_xscale("log")
+    axes.set_xlabel("ratio to the peer in the same run (a black line: the bar)")
+    axes.set_title(title)
+    axes.tick_params(axis="y", labelsize=7)
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
