@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import pathlib
+import secrets
 import shutil
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -21,7 +22,8 @@ from .conftest import Agent, wait_until
 
 def standing_agent(mode: str, factory: pytest.TempPathFactory) -> Iterator[Agent]:
     """An agent for many tests: a kernel that lives on saves a start per test."""
-    folder = factory.mktemp("standing") / "work"
+    # names of one length: paths are part of what helpers answer, and so of the bytes that are compared
+    folder = factory.mktemp(f"standing-{secrets.token_hex(4)}", numbered=False) / "work"
     folder.mkdir()
     agent = Agent(folder, mode)
     yield agent
