@@ -12,13 +12,11 @@ import subprocess
 import sys
 import tempfile
 import time
+import venv
 
 from lemon_kernel import ExecuteCode, ExecuteCodeConfig, hostloop, telemetry
 
 from .harness import Row, Workload, clean_environment, measure, report, timed
-
-PYTHON = getattr(sys, "_base_executable", sys.executable)
-"""A bare interpreter: an editable virtual environment's start-up hooks would flatter the ratio."""
 
 CALLS = 200
 ECHO_SCRIPT = f"""
@@ -67,9 +65,9 @@ def to_ms(line: str) -> list[float]:
     return [statistics.median(float(word) * 1000 for word in line.split())]
 
 
-async def bare_run(script: str) -> None:
+async def bare_run(python: str, script: str) -> None:
     process = await asyncio.create_subprocess_exec(
-        PYTHON,
+        python,
         script,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.STDOUT,
@@ -79,7 +77,7 @@ async def bare_run(script: str) -> None:
     await process.communicate()
 
 
-async def bare_echo(folder: str) -> list[float]:
+async def bare_echo(python: str, folder: str) -> list[float]:
     ours, theirs = socket.socketpair()
     reader, writer = await asyncio.open_connection(sock=ours)
 
@@ -90,7 +88,7 @@ async def bare_echo(folder: str) -> list[float]:
 
     server = asyncio.create_task(serve())
     process = await asyncio.create_subprocess_exec(
-        PYTHON,
+        python,
         f"{folder}/echo.py",
         str(theirs.fileno()),
         pass_fds=[theirs.fileno()],
@@ -104,10 +102,10 @@ async def bare_echo(folder: str) -> list[float]:
     return to_ms(output.decode())
 
 
-def polling_bridge(folder: str) -> list[float]:
+def polling_bridge(python: str, folder: str) -> list[float]:
     with tempfile.TemporaryDirectory(dir=folder) as bridge:
         process = subprocess.Popen(
-            [PYTHON, f"{folder}/polling.py", bridge], stdout=subprocess.PIPE, env=clean_environment()
+            [python, f"{folder}/polling.py", bridge], stdout=subprocess.PIPE, env=clean_environment()
         )
         while process.poll() is None:
             for request in pathlib.Path(bridge).glob("req-*.json"):
@@ -156,10 +154,13 @@ def main() -> str:
 def rows(rounds: int | None = None) -> list[Row]:
     """Measure and return every line; `rounds` overrides how often each is sampled."""
     with tempfile.TemporaryDirectory() as folder:
+        # Nothing in its site-packages: start-up hooks of an editable install or of the machine would flatter us.
+        venv.create(f"{folder}/venv", symlinks=True)
+        python = f"{folder}/venv/bin/python"
         pathlib.Path(folder, "trivial.py").write_text("print(1)\n")
         pathlib.Path(folder, "echo.py").write_text(BARE_ECHO_CHILD)
         pathlib.Path(folder, "polling.py").write_text(POLLING_CHILD)
-        config = ExecuteCodeConfig(enabled=True, max_rpc_calls=100_000, python_path=PYTHON)
+        config = ExecuteCodeConfig(enabled=True, max_rpc_calls=100_000, python_path=python)
         plain = ExecuteCode(folder, config=config)
         echoing = ExecuteCode(folder, config=config, helpers={"read": echo})
         slowly = ExecuteCode(folder, config=config, helpers={"read": slow})
@@ -173,7 +174,7 @@ def rows(rounds: int | None = None) -> list[Row]:
                 [
                     Workload(
                         "bare interpreter, trivial script",
-                        lambda: timed(lambda: runner.run(bare_run(f"{folder}/trivial.py"))),
+                        lambda: timed(lambda: runner.run(bare_run(python, f"{folder}/trivial.py"))),
                     ),
                     Workload(
                         "per-call run of the same script",
@@ -192,7 +193,9 @@ def rows(rounds: int | None = None) -> list[Row]:
             )
             found += measure(
                 [
-                    Workload("bare asyncio socket-pair JSON echo", lambda: runner.run(bare_echo(folder))),
+                    Workload(
+                        "bare asyncio socket-pair JSON echo", lambda: runner.run(bare_echo(python, folder))
+                    ),
                     Workload(
                         "echo helper call (double on the host's loop)",
                         ours_on_host_loop,
@@ -220,7 +223,7 @@ def rows(rounds: int | None = None) -> list[Row]:
             )
             found += measure(
                 [
-                    Workload("file bridge polled every 20/25 ms", lambda: polling_bridge(folder)),
+                    Workload("file bridge polled every 20/25 ms", lambda: polling_bridge(python, folder)),
                     Workload(
                         "the same call through our pipe",
                         ours_on_host_loop,

@@ -10,6 +10,7 @@ written in 0.05 ms, and a script that overwrites the file in its workspace chang
 """
 
 from __future__ import annotations
+import __future__
 
 import ast
 import functools
@@ -140,7 +141,10 @@ def shim_source() -> str:
     The module stands in it as a string, so that its code has the same file name as the compiled form, not
     a path in the workspace.
     """
-    return f"exec(compile({ast.unparse(_joined())!r}, {_SHIM_FILE_NAME!r}, 'exec', dont_inherit=True))\n"
+    joined = _joined()
+    joined.body.insert(1, ast.parse("from __future__ import annotations").body[0])
+    source = ast.unparse(joined)
+    return f"exec(compile({source!r}, {_SHIM_FILE_NAME!r}, 'exec', dont_inherit=True))\n"
 
 
 @functools.cache
@@ -163,7 +167,16 @@ def shim_pyc() -> bytes:
         data = b""
     if data.startswith(header):
         return data
-    data = header + marshal.dumps(compile(_joined(), _SHIM_FILE_NAME, "exec", dont_inherit=True, optimize=0))
+    # as a flag, not as a statement: executing that would import the module __future__ before every run
+    code = compile(
+        _joined(),
+        _SHIM_FILE_NAME,
+        "exec",
+        __future__.annotations.compiler_flag,
+        dont_inherit=True,
+        optimize=0,
+    )
+    data = header + marshal.dumps(code)
     if not sys.dont_write_bytecode:
         _keep(kept, data)
     return data
@@ -213,9 +226,8 @@ def _joined() -> ast.Module:
             defined |= names
             body.append(statement)
     assert docstring is not None
-    future = ast.parse("from __future__ import annotations").body
     start = ast.parse("if __name__ == '__main__':\n    main()").body
-    return ast.Module([docstring, *future, *body, *start], type_ignores=[])
+    return ast.Module([docstring, *body, *start], type_ignores=[])
 
 
 def _names(statement: ast.stmt) -> set[str]:

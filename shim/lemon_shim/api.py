@@ -6,7 +6,7 @@ Both carriers use this module: the socket pair of a per-call script (``pipe.py``
 
 The module is imported before every per-call script, on a budget of a few milliseconds (recipes 5), so it uses
 only what a bare interpreter has loaded: ``_thread`` for locks, ``posix`` for the pid, and a few lines round
-``_json.encode_basestring_ascii`` instead of ``json``.  It runs on Python 3.9.
+``_json.encode_basestring_ascii`` (``wire.quoted``) instead of ``json``.  It runs on Python 3.9.
 
 Who may call is decided here, before anything is sent:
 
@@ -22,18 +22,18 @@ from __future__ import annotations
 
 import _thread
 import posix
-from _json import encode_basestring_ascii
-from itertools import count
 
 from .wire import (
     BATCH_WORKERS,
     CHANNELS,
+    MAX_CALL_ID,
     MAX_FRAME_BYTES,
     NOT_CONFIGURED,
     NOTIFY_ACK_TIMEOUT_MS,
     OTHER_PROCESS,
     cut_notify,
     normalise_text,
+    quoted,
     request_too_large,
     text_charge_bytes,
     text_over_budget,
@@ -86,7 +86,9 @@ class _Grant:
         self.cell = cell
         self.token = token
         self.max_text_bytes = max_text_bytes
-        self.ids = count(1)  # next() is one step: it takes no lock that an interrupt could leave taken
+        self.ids = iter(
+            range(1, MAX_CALL_ID)
+        )  # next() is one step: it takes no lock that an interrupt could leave taken
         self.number = 0  # of the newest text block
         self.charged_bytes = 0
 
@@ -181,7 +183,7 @@ def _string(value: object, what: str, tool: str) -> str:
         value.encode()
     except UnicodeEncodeError:
         raise ToolError(what + " holds a surrogate code point, which is no valid text", tool) from None
-    return encode_basestring_ascii(value)
+    return quoted(value)
 
 
 def _encode(value: object, what: str, tool: str, depth: int = 0) -> str:
@@ -228,9 +230,9 @@ def _head(kind: str, call_id: int, grant: _Grant) -> str:
         + '","id":'
         + str(call_id)
         + ',"cell":'
-        + encode_basestring_ascii(grant.cell)
+        + quoted(grant.cell)
         + ',"token":'
-        + encode_basestring_ascii(grant.token)
+        + quoted(grant.token)
     )
 
 
@@ -376,7 +378,7 @@ def text(value: object) -> None:
     >>> text("3 files use the old name")
     """
     grant = _authority("text")
-    escaped = encode_basestring_ascii(normalise_text(value))
+    escaped = quoted(normalise_text(value))
     number = _number_block(grant, len(escaped))
     call_id = next(grant.ids)
     frame = _head("text", call_id, grant) + ',"n":' + str(number) + ',"text":' + escaped + "}"
@@ -393,7 +395,7 @@ def notify(msg: object) -> None:
     """
     grant = _authority("notify")
     try:
-        escaped = encode_basestring_ascii(cut_notify(normalise_text(msg)))
+        escaped = quoted(cut_notify(normalise_text(msg)))
         call_id = next(grant.ids)
         frame = _head("notify", call_id, grant) + ',"msg":' + escaped + "}"
         grant.carrier.exchange(call_id, frame.encode("ascii"), NOTIFY_ACK_TIMEOUT_MS / 1000)

@@ -29,9 +29,7 @@ use of the descriptor another thread may still close it.
 from __future__ import annotations
 
 import _thread
-import fcntl
 import posix
-import select
 from time import monotonic
 
 from .api import Carrier, ToolError
@@ -114,6 +112,10 @@ class PipeCarrier(Carrier):
         """Wait for the host's first record, which answers nothing and bears the id 0; return its content."""
         waiter = _Waiter()
         self._waiters[0] = [waiter]
+        try:  # it was there before this process: to wait for it would load a library for nothing
+            self._chunks.append(posix.read(self._descriptor, READ_BYTES))
+        except BlockingIOError:
+            pass
         self._await(waiter, None)
         self._forget(0, waiter)
         assert waiter.answer is not None
@@ -166,7 +168,7 @@ class PipeCarrier(Carrier):
         while mine.answer is None:
             self._check()
             if not self._hand_out():
-                if not _wait_for(self._descriptor, select.POLLIN, deadline):
+                if not _wait_for(self._descriptor, False, deadline):
                     return
                 missing = ANSWER_HEAD_BYTES if not self._chunks else self._missing_bytes()
                 size = min(max(missing, READ_BYTES), MAX_READ_BYTES)
@@ -226,7 +228,7 @@ class PipeCarrier(Carrier):
             try:
                 self._record.extend(map(posix.write, (self._descriptor,), (rest,)))
             except BlockingIOError:
-                if not _wait_for(self._descriptor, select.POLLOUT, deadline):
+                if not _wait_for(self._descriptor, True, deadline):
                     return False
             except OSError:
                 self._fail()
@@ -256,10 +258,12 @@ def _record_bytes(chunks: list[bytes]) -> int:
     return 4 + int.from_bytes(head[:4], "big") if len(head) >= 4 else ANSWER_HEAD_BYTES
 
 
-def _wait_for(descriptor: int, event: int, deadline: float | None) -> bool:
-    """Wait until `descriptor` is ready; False once `deadline` is over."""
+def _wait_for(descriptor: int, writable: bool, deadline: float | None) -> bool:
+    """Wait until `descriptor` can be read, or written; False once `deadline` is over."""
+    import select  # a shared library, which many scripts never need
+
     poll = select.poll()
-    poll.register(descriptor, event)
+    poll.register(descriptor, select.POLLOUT if writable else select.POLLIN)
     left_ms = None if deadline is None else max((deadline - monotonic()) * 1000, 0)
     try:
         return bool(poll.poll(left_ms))
@@ -273,9 +277,21 @@ def move_descriptor(descriptor: int) -> int:
     Where the limit of open files does not allow such a number the descriptor stays, marked close-on-exec.
     """
     try:
-        moved = fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, LOWEST_DESCRIPTOR)
+        moved = LOWEST_DESCRIPTOR
+        while _is_open(moved):
+            moved += 1
+        posix.dup2(descriptor, moved, False)
     except OSError:
         posix.set_inheritable(descriptor, False)
         return descriptor
     posix.close(descriptor)
     return moved
+
+
+def _is_open(descriptor: int) -> bool:
+    """Return whether the number is taken; nothing else opens descriptors while a script is being set up."""
+    try:
+        posix.fstat(descriptor)
+    except OSError:
+        return False
+    return True

@@ -23,7 +23,9 @@ enabled helpers separated by blanks.
 
 from __future__ import annotations
 
-from _json import encode_basestring_ascii
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 PROTOCOL_VERSION = 1
 COMM_TARGET = "lemon.bridge"
@@ -50,6 +52,23 @@ HOST_GONE = "the helper host is gone"
 NO_HOST = "this kernel has no helper host: start it through Jupyter with the lemon kernelspec"
 INPUT_UNSUPPORTED = "input() is not supported in execute_code scripts: there is nobody to answer"
 INTERRUPTED = "rpc dispatch interrupted"
+
+
+_quote: Callable[[str], str] | None = None
+
+
+def quoted(text: str) -> str:
+    """Return `text` as a JSON string in ASCII, quotes included.
+
+    The C function behind it is a shared library: it is loaded by the first call, because many per-call scripts make
+    none.  A kernel makes one at once, before a cell can break the import system.
+    """
+    global _quote
+    if _quote is None:
+        from _json import encode_basestring_ascii
+
+        _quote = encode_basestring_ascii
+    return _quote(text)
 
 
 def normalise_text(value: object) -> str:
@@ -92,13 +111,13 @@ def cut_notify(text: str) -> str:
 
 def cut_encoded(text: str, limit_bytes: int) -> str:
     """Return `text` cut so that its JSON string has at most `limit_bytes` (exception data, behaviour 6.10)."""
-    if len(text) * 6 + 2 <= limit_bytes or len(encode_basestring_ascii(text)) <= limit_bytes:
+    if len(text) * 6 + 2 <= limit_bytes or len(quoted(text)) <= limit_bytes:
         return text
     room = limit_bytes - 2 - len(TRUNCATED)
     low, high = 0, min(len(text), room)
     while low < high:
         middle = (low + high + 1) // 2
-        if len(encode_basestring_ascii(text[:middle])) - 2 <= room:
+        if len(quoted(text[:middle])) - 2 <= room:
             low = middle
         else:
             high = middle - 1

@@ -272,7 +272,7 @@ def test_unreadable_files_are_counted(tmp_path: Path) -> None:
         "import asyncio, os, sys\n"
         "from lemon_kernel.helpers import HELPERS, HelperContext\n"
         "from lemon_kernel.scope import AbortSignal\n"
-        "import regex\n"
+        "import lemon_kernel.helpers.grep, regex\n"
         "os.chdir(sys.argv[1])\n"
         "if os.getuid() == 0: os.setgroups([]); os.setgid(65534); os.setuid(65534)\n"
         "async def main(**p): return await HELPERS['grep'](p, HelperContext(AbortSignal(), sys.argv[1]))\n"
