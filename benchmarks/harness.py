@@ -18,6 +18,8 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 
+from lemon_kernel import ToolResult
+
 RESULTS = pathlib.Path(__file__).parent / "results"
 
 
@@ -96,6 +98,14 @@ def timed(work: Callable[[], object]) -> float:
     start = time.perf_counter()
     work()
     return (time.perf_counter() - start) * 1000
+
+
+def without_spill(result: ToolResult) -> ToolResult:
+    """Remove the spill file of a run that printed much: a benchmark needs no 24 hours of it."""
+    spill = result.details.get("full_output_path")
+    if isinstance(spill, str):
+        os.unlink(spill)
+    return result
 
 
 def clean_environment() -> dict[str, str]:

@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 from lemon_kernel import ExecuteCode, ExecuteCodeConfig, KernelRegistry, Owner, SessionScope, hostloop
 
-from .harness import Row, Workload, clean_environment, measure, report, timed
+from .harness import Row, Workload, clean_environment, measure, report, timed, without_spill
 from .peer_driver import LINES, LOOP
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -78,7 +78,7 @@ def _measure(folder: str, names: list[str], theirs: Callable[[str], float]) -> l
     }
 
     def run(mode: str, script: str) -> None:
-        result = hostloop.run(modes[mode].execute({"script": script}))
+        result = without_spill(hostloop.run(modes[mode].execute({"script": script})))
         assert "reason" not in result.details, result.text
 
     run("session", "1")

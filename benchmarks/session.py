@@ -23,7 +23,7 @@ from lemon_kernel import ExecuteCode, ExecuteCodeConfig, KernelRegistry, Owner, 
 from lemon_kernel.session.link import KernelLink
 
 from .floor import Floor
-from .harness import Row, Workload, measure, report, timed
+from .harness import Row, Workload, measure, report, timed, without_spill
 
 CALLS = 200
 SERIAL = f"""
@@ -146,7 +146,7 @@ def rows(rounds: int | None = None) -> list[Row]:
     )
 
     def run(script: str) -> str:
-        result = hostloop.run(tool.execute({"script": script}))
+        result = without_spill(hostloop.run(tool.execute({"script": script})))
         assert result.details["persistent"], result.text
         return result.text
 

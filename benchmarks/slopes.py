@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import pathlib
 import sys
 import sysconfig
@@ -14,7 +13,7 @@ import psutil
 
 from lemon_kernel import ExecuteCode, ExecuteCodeConfig, KernelRegistry, Owner, SessionScope, hostloop
 
-from .harness import Row, Workload, measure, report
+from .harness import Row, Workload, measure, report, without_spill
 
 SURVEY = pathlib.Path(__file__).parents[1] / "examples" / "survey.py"
 BYTES_PER_TOKEN = 4
@@ -67,7 +66,7 @@ def _per_byte(folder: str) -> list[Row]:
         start = time.perf_counter()
         result = hostloop.run(tool.execute({"script": script}))
         took = (time.perf_counter() - start) * 1000
-        os.unlink(str(result.details["full_output_path"]))
+        without_spill(result)
         return took / megabytes
 
     smallest = "per MB of output, 10 MB in a run"
