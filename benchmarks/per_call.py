@@ -121,6 +121,19 @@ def polling_bridge(python: str, folder: str) -> list[float]:
     return to_ms(output.decode())
 
 
+def first_byte(script: str) -> float:
+    """Return milliseconds from the start of the command line to the first byte of its output."""
+    environment = {**clean_environment(), "LEMON_EXECUTE_CODE_PYTHON_PATH": sys.executable}
+    command = [os.path.join(os.path.dirname(sys.executable), "lemon-kernel"), "run", script]
+    start = time.perf_counter()
+    with subprocess.Popen(command, stdout=subprocess.PIPE, env=environment) as process:
+        assert process.stdout is not None
+        process.stdout.read(1)
+        took = (time.perf_counter() - start) * 1000
+        process.stdout.read()
+    return took
+
+
 async def echo(params: object, context: object) -> str:
     return "echo"
 
@@ -267,6 +280,21 @@ def rows(rounds: int | None = None) -> list[Row]:
                         bar=1.3 if name == "import lemon_kernel" else None,
                     )
                     for name, code in imports.items()
+                ],
+                rounds=rounds or 15,
+            )
+            found += measure(
+                [
+                    Workload(
+                        "python -c 'import jupyter_core.application'",
+                        lambda: importing("import jupyter_core.application"),
+                    ),
+                    Workload(
+                        "lemon-kernel run, to the first byte of output",
+                        lambda: first_byte(f"{folder}/trivial.py"),
+                        peer="python -c 'import jupyter_core.application'",
+                        bar=1.7,
+                    ),
                 ],
                 rounds=rounds or 15,
             )

@@ -30,6 +30,7 @@ from __future__ import annotations
 
 import _thread
 import posix
+import select  # now: a script that has used up its descriptors could not load it any more
 from time import monotonic
 
 from .api import Carrier, ToolError
@@ -112,7 +113,7 @@ class PipeCarrier(Carrier):
         """Wait for the host's first record, which answers nothing and bears the id 0; return its content."""
         waiter = _Waiter()
         self._waiters[0] = [waiter]
-        try:  # it was there before this process: to wait for it would load a library for nothing
+        try:  # it was there before this process
             self._chunks.append(posix.read(self._descriptor, READ_BYTES))
         except BlockingIOError:
             pass
@@ -260,8 +261,6 @@ def _record_bytes(chunks: list[bytes]) -> int:
 
 def _wait_for(descriptor: int, writable: bool, deadline: float | None) -> bool:
     """Wait until `descriptor` can be read, or written; False once `deadline` is over."""
-    import select  # a shared library, which many scripts never need
-
     poll = select.poll()
     poll.register(descriptor, select.POLLOUT if writable else select.POLLIN)
     left_ms = None if deadline is None else max((deadline - monotonic()) * 1000, 0)

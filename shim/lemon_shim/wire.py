@@ -23,9 +23,13 @@ enabled helpers separated by blanks.
 
 from __future__ import annotations
 
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Callable
+from _json import encode_basestring_ascii
+
+quoted = encode_basestring_ascii
+"""Return a text as a JSON string in ASCII, quotes included.
+
+Loaded at once and not by the first call: a script that has used up its descriptors must get its text() out.
+"""
 
 PROTOCOL_VERSION = 1
 COMM_TARGET = "lemon.bridge"
@@ -52,23 +56,6 @@ HOST_GONE = "the helper host is gone"
 NO_HOST = "this kernel has no helper host: start it through Jupyter with the lemon kernelspec"
 INPUT_UNSUPPORTED = "input() is not supported in execute_code scripts: there is nobody to answer"
 INTERRUPTED = "rpc dispatch interrupted"
-
-
-_quote: Callable[[str], str] | None = None
-
-
-def quoted(text: str) -> str:
-    """Return `text` as a JSON string in ASCII, quotes included.
-
-    The C function behind it is a shared library: it is loaded by the first call, because many per-call scripts make
-    none.  A kernel makes one at once, before a cell can break the import system.
-    """
-    global _quote
-    if _quote is None:
-        from _json import encode_basestring_ascii
-
-        _quote = encode_basestring_ascii
-    return _quote(text)
 
 
 def normalise_text(value: object) -> str:

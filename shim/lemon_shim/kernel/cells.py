@@ -18,7 +18,7 @@ import traceback
 from typing import TYPE_CHECKING, NoReturn
 
 from lemon_shim.kernel.interrupts import arm, disarm
-from lemon_shim.wire import MAX_TRACEBACK_BYTES, cut_encoded, normalise_text, quoted
+from lemon_shim.wire import MAX_TRACEBACK_BYTES, cut_encoded, normalise_text
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from lemon_shim.kernel.streams import CellStreams
 
 __all__ = ["CellRunner", "Outcome"]
-
-quoted("")  # loads what it needs before a cell can break the import system
 
 MAX_NAME_BYTES = 4 * 1024
 MAX_MESSAGE_BYTES = 48 * 1024
