@@ -22,8 +22,8 @@ import re
 import sys
 import tokenize
 from collections.abc import Sequence
-from importlib.resources import files
 
+import lemon_shim
 from lemon_shim.wire import CHANNELS, HELPERS, normalise_text
 
 __all__ = [
@@ -40,6 +40,8 @@ SCRIPT_NAME = "script.py"
 SOURCE_NAME = "lemon_tools.py"
 PYC_NAME = "lemon_tools.pyc"
 
+_PACKAGE = os.path.dirname(os.path.abspath(lemon_shim.__file__))
+# not importlib.resources, whose imports cost a command line 10 ms: what a kernel is started from are files anyway
 _MODULES = ("wire", "api", "pipe", "script")
 _SHIM_FILE_NAME = "<lemon_tools>"  # in tracebacks; a path would be that of a workspace
 _COMMENT = "# -*- coding: utf-8 -*- the helpers of lemon_tools are imported below"
@@ -155,11 +157,10 @@ def shim_pyc() -> bytes:
     keeps the bytecode of the modules it is made of, by Python's rules: not if ``sys.dont_write_bytecode``,
     and not where the folder cannot be written.  The header's hash is that of the sources.
     """
-    package = files("lemon_shim")
-    sources = b"\0".join(package.joinpath(f"{name}.py").read_bytes() for name in _MODULES)
+    sources = b"\0".join(map(_source_of, _MODULES))
     unchecked_hash = (1).to_bytes(4, "little") + importlib.util.source_hash(sources)
     header = importlib.util.MAGIC_NUMBER + unchecked_hash
-    kept = os.path.join(str(package), "__pycache__", f"lemon_tools.{sys.implementation.cache_tag}.pyc")
+    kept = os.path.join(_PACKAGE, "__pycache__", f"lemon_tools.{sys.implementation.cache_tag}.pyc")
     try:
         with open(kept, "rb") as file:
             data = file.read()
@@ -196,6 +197,11 @@ def _keep(path: str, data: bytes) -> None:
             pass
 
 
+def _source_of(name: str) -> bytes:
+    with open(os.path.join(_PACKAGE, f"{name}.py"), "rb") as file:
+        return file.read()
+
+
 def _joined() -> ast.Module:
     """Return the script-side modules as one: without comments, their own imports and their docstrings but one.
 
@@ -206,7 +212,7 @@ def _joined() -> ast.Module:
     defined: set[str] = set()
     docstring: ast.stmt | None = None
     for name in _MODULES:
-        tree = ast.parse(files("lemon_shim").joinpath(f"{name}.py").read_text("utf-8"))
+        tree = ast.parse(_source_of(name))
         for statement in tree.body:
             if isinstance(statement, ast.ImportFrom) and (
                 statement.level or statement.module == "__future__"
