@@ -121,12 +121,18 @@ def polling_bridge(python: str, folder: str) -> list[float]:
     return to_ms(output.decode())
 
 
-def first_byte(script: str) -> float:
+def installed() -> dict[str, str]:
+    """Return an environment in which everything is as installed from wheels: no editable install's start-up hooks."""
+    return {**clean_environment(), "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+
+
+def first_byte(python: str, script: str) -> float:
     """Return milliseconds from the start of the command line to the first byte of its output."""
-    environment = {**clean_environment(), "LEMON_EXECUTE_CODE_PYTHON_PATH": sys.executable}
-    command = [os.path.join(os.path.dirname(sys.executable), "lemon-kernel"), "run", script]
+    environment = {**installed(), "LEMON_EXECUTE_CODE_PYTHON_PATH": python}
     start = time.perf_counter()
-    with subprocess.Popen(command, stdout=subprocess.PIPE, env=environment) as process:
+    with subprocess.Popen(
+        [python, "-m", "lemon_kernel.cli", "run", script], stdout=subprocess.PIPE, env=environment
+    ) as process:
         assert process.stdout is not None
         process.stdout.read(1)
         took = (time.perf_counter() - start) * 1000
@@ -265,10 +271,7 @@ def rows(rounds: int | None = None) -> list[Row]:
             }
 
             def importing(code: str) -> float:
-                environment = {**clean_environment(), "PYTHONPATH": os.pathsep.join(sys.path)}
-                return timed(
-                    lambda: subprocess.run([sys.executable, "-c", code], env=environment, check=True)
-                )
+                return timed(lambda: subprocess.run([python, "-c", code], env=installed(), check=True))
 
             peer = "import asyncio, traitlets.config"
             found += measure(
@@ -287,11 +290,15 @@ def rows(rounds: int | None = None) -> list[Row]:
                 [
                     Workload(
                         "python -c 'import jupyter_core.application'",
-                        lambda: importing("import jupyter_core.application"),
+                        lambda: timed(
+                            lambda: subprocess.run(
+                                [python, "-c", "import jupyter_core.application"], env=installed(), check=True
+                            )
+                        ),
                     ),
                     Workload(
                         "lemon-kernel run, to the first byte of output",
-                        lambda: first_byte(f"{folder}/trivial.py"),
+                        lambda: first_byte(python, f"{folder}/trivial.py"),
                         peer="python -c 'import jupyter_core.application'",
                         bar=1.7,
                     ),

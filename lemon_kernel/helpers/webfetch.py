@@ -347,24 +347,33 @@ async def _take(response: httpx.Response, url: str, max_bytes: int, context: Hel
 
 async def _body(response: httpx.Response, max_bytes: int, context: HelperContext, *, whole: bool) -> bytes:
     """Return the decoded body, at most `max_bytes` of it; a longer one is an error if `whole`."""
+    if response.is_stream_consumed:  # a transport that hands bodies over whole and decoded: httpx.MockTransport
+        body = response.content
+        if whole and len(body) > max_bytes:
+            raise HelperError(_body_too_large(max_bytes))
+        return body[:max_bytes]
     encoding = response.headers.get("content-encoding", "identity").strip().lower()
     if encoding not in ("", "identity", "gzip", "x-gzip", "deflate"):
         raise HelperError(f"Web fetch failed: unsupported content encoding {encoding!r}")
     unpack = _unpacker(encoding)
-    body = bytearray()
+    unpacked = bytearray()
     async for chunk in response.aiter_raw():
         _look(context)
         try:
             for piece in unpack(chunk):
-                body += piece
-                if len(body) > max_bytes:
+                unpacked += piece
+                if len(unpacked) > max_bytes:
                     if whole:
-                        raise HelperError(f"Web fetch failed: response body exceeds {max_bytes} bytes")
-                    return bytes(body[:max_bytes])
+                        raise HelperError(_body_too_large(max_bytes))
+                    return bytes(unpacked[:max_bytes])
         except zlib.error as error:
             raise HelperError(f"Web fetch failed: bad {encoding} body: {error}") from None
         await asyncio.sleep(0)  # a body that is always there must not starve the loop
-    return bytes(body)
+    return bytes(unpacked)
+
+
+def _body_too_large(max_bytes: int) -> str:
+    return f"Web fetch failed: response body exceeds {max_bytes} bytes"
 
 
 def _unpacker(encoding: str) -> Callable[[bytes], Iterator[bytes]]:
