@@ -123,7 +123,9 @@ def polling_bridge(python: str, folder: str) -> list[float]:
 
 def installed() -> dict[str, str]:
     """Return an environment in which everything is as installed from wheels: no editable install's start-up hooks."""
-    return {**clean_environment(), "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    root = pathlib.Path(__file__).parents[1]
+    ours = [str(root), str(root / "provisioner"), str(root / "shim")]
+    return {**clean_environment(), "PYTHONPATH": os.pathsep.join([*ours, *filter(None, sys.path)])}
 
 
 def first_byte(python: str, script: str) -> float:

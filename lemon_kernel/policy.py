@@ -193,9 +193,11 @@ async def current_policy(
 
 
 def _asks(mode: object) -> bool:
-    """Return whether an approval mode asks; one that is not known to mean never does."""
+    """Return whether an approval mode asks; one that is not known to mean never does (D-8)."""
     if isinstance(mode, Mapping):
         mode = mode.get("mode", "always")
+        if mode is None:  # a table that says nothing is no mode that is known
+            return True
     if isinstance(mode, str):
-        return mode.strip().lower() not in _NEVER
+        return mode.strip() not in _NEVER
     return not (mode is None or mode is False)

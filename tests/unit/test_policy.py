@@ -82,8 +82,10 @@ def test_every_profile_that_can_be_configured_exists() -> None:
         ("sometimes", True),
         (1, True),
         ({}, True),
+        ({"mode": None}, True),
+        ("Never", True),  # in a configuration file it asks, too
         ("never", False),
-        (" Never ", False),
+        (" never ", False),
         (False, False),
         ("false", False),
         ("none", False),
