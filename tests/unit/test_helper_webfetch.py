@@ -537,6 +537,30 @@ def test_body_cap(web: Web) -> None:
     assert failure(fetch, "http://a.com/over") == "Web fetch failed: response body exceeds 1000 bytes"
 
 
+def test_a_transport_that_hands_bodies_over_whole() -> None:
+    """httpx's own MockTransport can stand in for the network: its bodies are read and decoded already."""
+    pages = {
+        "/page": httpx.Response(200, html=PAGE),
+        "/packed": httpx.Response(
+            200,
+            content=gzip.compress(b"one two"),
+            headers={"Content-Type": "text/plain", "Content-Encoding": "gzip"},
+        ),
+        "/fits": httpx.Response(200, text="x" * 1000),
+        "/over": httpx.Response(200, text="x" * 1001),
+        "/gone": httpx.Response(410, text="gone " * 20_000),
+    }
+    transport = httpx.MockTransport(lambda request: pages[request.url.path])
+    config = WebFetchConfig(max_bytes=1000)
+    fetch = WebFetch(resolver=Names(), transport=transport, config=config)
+
+    assert json.loads(call(fetch, "http://a.com/page"))["title"] == wrap_external("A page", warning=False)
+    assert json.loads(call(fetch, "http://a.com/packed"))["text"] == wrap_external("one two")
+    assert json.loads(call(fetch, "http://a.com/fits"))["rawLength"] == 1000
+    assert failure(fetch, "http://a.com/over") == "Web fetch failed: response body exceeds 1000 bytes"
+    assert failure(fetch, "http://a.com/gone").startswith("Web fetch failed: HTTP 410: gone gone")
+
+
 def test_the_whole_fetch_is_bounded(web: Web) -> None:
     """A server that drips and a resolver that hangs both end at the time limit."""
     stop = threading.Event()
