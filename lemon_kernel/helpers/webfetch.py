@@ -347,9 +347,8 @@ async def _take(response: httpx.Response, url: str, max_bytes: int, context: Hel
 
 async def _body(response: httpx.Response, max_bytes: int, context: HelperContext, *, whole: bool) -> bytes:
     """Return the decoded body, at most `max_bytes` of it; a longer one is an error if `whole`."""
-    if (
-        response.is_stream_consumed
-    ):  # a transport that hands bodies over whole and decoded: httpx.MockTransport
+    if response.is_stream_consumed:
+        # The transport hands bodies over whole and decoded, as httpx.MockTransport does.
         body = response.content
         if whole and len(body) > max_bytes:
             raise HelperError(_body_too_large(max_bytes))
