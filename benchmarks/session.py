@@ -26,6 +26,7 @@ from .floor import Floor
 from .harness import Row, Workload, measure, report, timed, without_spill
 
 CALLS = 200
+CELLS = 10
 SERIAL = f"""
 from time import perf_counter
 times = []
@@ -159,21 +160,29 @@ def rows(rounds: int | None = None) -> list[Row]:
             peer.drain_iopub()
             return took
 
+        # a few cells in a row, apart from the heavy workloads: an agent's cells follow one another, too
         found = measure(
             [
-                Workload("stock: trivial cell, reply and idle", lambda: timed(peer.cell)),
+                Workload(
+                    "stock: trivial cell, reply and idle", lambda: [timed(peer.cell) for _ in range(CELLS)]
+                ),
                 Workload(
                     "session cell (execute() on the host's loop)",
-                    lambda: timed(lambda: run("1")),
+                    lambda: [timed(lambda: run("1")) for _ in range(CELLS)],
                     peer="stock: trivial cell, reply and idle",
                     bar=0.3,
                 ),
                 Workload(
                     "session cell (execute() on the caller's loop)",
-                    lambda: timed(lambda: runner.run(tool.execute({"script": "1"}))),
+                    lambda: [timed(lambda: runner.run(tool.execute({"script": "1"}))) for _ in range(CELLS)],
                     peer="stock: trivial cell, reply and idle",
                     bar=0.3,
                 ),
+            ],
+            rounds=rounds or 15,
+        )
+        found += measure(
+            [
                 Workload("stock: empty shell round trip", lambda: timed(peer.shell_round_trip)),
                 Workload("stock: empty control round trip", control),
                 Workload(

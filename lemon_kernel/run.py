@@ -206,7 +206,7 @@ class Run:
         if not os.path.isdir(self.cwd):
             raise WorkspaceError(f"the working directory of execute_code is not a directory: {self.cwd}")
         try:
-            interpreter = await self._guard(self._probe(self.deadline))
+            interpreter = await self._interpreter(self.deadline)
         except _Cut as cut:
             return self._failure(cut.reason)
         dispatcher = self._dispatcher("1", self.abort, None)
@@ -270,7 +270,7 @@ class Run:
         stats = Stats()
         try:
             startup_deadline = min(self.deadline, self.started + STARTUP_TIMEOUT_S)
-            interpreter = await self._guard(self._probe(startup_deadline))
+            interpreter = await self._interpreter(startup_deadline)
             if interpreter is None:
                 return await self._fallback("startup_failed")
             key = kernel_key(scope.session_id, scope.agent_id, self.cwd, interpreter.executable, config.tools)
@@ -346,6 +346,18 @@ class Run:
             unsubscribe()
             waiter.cancel()
             task.cancel()
+
+    async def _interpreter(self, deadline: float) -> Interpreter | None:
+        """Return who the interpreter says it is, None if it does not; raises :class:`_Cut`."""
+        from lemon_provisioner import interpreter
+
+        if not self.probed:  # most runs ask nothing: two tasks and a turn of the loop less
+            try:
+                self.interpreter = interpreter.known(self.interpreter_path, self.cwd)
+            except interpreter.ProbeError:
+                pass
+            self.probed = self.interpreter is not None
+        return self.interpreter if self.probed else await self._guard(self._probe(deadline))
 
     async def _probe(self, deadline: float) -> Interpreter | None:
         """Ask the interpreter who it is; a run asks once, its fallback does not ask again (behaviour 2.3)."""

@@ -21,7 +21,7 @@ from lemon_provisioner import tracker
 from lemon_provisioner.environment import child_environment
 from lemon_provisioner.process import ChildProcess, new_run_id
 
-__all__ = ["Interpreter", "ProbeError", "probe", "resolve"]
+__all__ = ["Interpreter", "ProbeError", "known", "probe", "resolve"]
 
 _MARK = "lemon-interpreter:"
 
@@ -85,22 +85,35 @@ async def probe(path: str, cwd: str, timeout_s: float) -> Interpreter:
     It is started as a script is, with the environment of behaviour 6.5, and on every path it and its children are gone
     on return.  Answers are cached by path, mtime and cwd; failures are not.
     """
-    try:
-        key = (path, os.stat(path).st_mtime_ns, cwd)
-    except (OSError, ValueError) as error:
-        raise ProbeError(f"{path}: {error}") from None
-    if key in _cache:
-        return _cache[key]
-    if _is_ours(path):
-        return Interpreter(path, sys.prefix, sys.version_info[:2], MAGIC_NUMBER.hex())
+    interpreter = known(path, cwd)
+    if interpreter is not None:
+        return interpreter
     code, answer = await _ask(path, cwd, timeout_s)
     interpreter = _parse(answer)
     if interpreter is None:
         raise ProbeError(f"{path} did not say who it is (exit status {code}){_last_words(answer)}")
     if len(_cache) >= _MAX_CACHED:
         _cache.clear()
-    _cache[key] = interpreter
+    _cache[_key(path, cwd)] = interpreter
     return interpreter
+
+
+def known(path: str, cwd: str) -> Interpreter | None:
+    """Return the answer that :func:`probe` would give without a start, or None.
+
+    Raises :class:`ProbeError` when there is no such file.
+    """
+    interpreter = _cache.get(_key(path, cwd))
+    if interpreter is None and _is_ours(path):
+        return Interpreter(path, sys.prefix, sys.version_info[:2], MAGIC_NUMBER.hex())
+    return interpreter
+
+
+def _key(path: str, cwd: str) -> tuple[str, int, str]:
+    try:
+        return path, os.stat(path).st_mtime_ns, cwd
+    except (OSError, ValueError) as error:
+        raise ProbeError(f"{path}: {error}") from None
 
 
 def _is_ours(path: str) -> bool:
