@@ -15,6 +15,9 @@ def _add(name: str, source: str) -> None:
 
 
 # -- the language -------------------------------------------------------------------------------------------
+_add(
+    "names of the module", "print(__name__, __doc__, __package__, __spec__, __builtins__)"
+)  # before a docstring stays
 _add("print", 'print("hello", 42, [1, 2])')
 _add(
     "future annotations",

@@ -147,6 +147,7 @@ class LemonKernel(IPythonKernel):
         self._agent_names: dict[str, object] | None = None
         if self._streams is not None:
             self._status_topic = self._topic("status")
+            self.shell.user_ns["__doc__"] = None  # IPython's speaks of IPython; a script has none of its own
             self._runner = CellRunner(self.shell.user_ns, self._streams)
         else:
             self._offer_helpers()
