@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
-import select
 import signal
-import time
 
-from .process import LOST_STATUS, kill_marked
+from .process import KILL_WAIT_S, LOST_STATUS, Process, is_readable, kill_marked, readable
 
 __all__ = ["AdoptedProcess"]
 
-_POLL_S = 0.05
-_KILL_WAIT_S = 0.1
 
-
-class AdoptedProcess:
+class AdoptedProcess(Process):
     """Watched by a pidfd; it is not our child, so its exit status stays unknown and nothing is reaped.
 
     The caller has checked that `pid` still is the process it means.
@@ -33,11 +27,11 @@ class AdoptedProcess:
 
     @property
     def exited(self) -> bool:
-        return self._pidfd is None or self._readable(0)
+        return self._pidfd is None or is_readable(self._pidfd, 0)
 
     async def wait(self) -> int:
-        while not self.exited:
-            await asyncio.sleep(_POLL_S)
+        if self._pidfd is not None:
+            await readable(self._pidfd)
         return LOST_STATUS
 
     def signal_group(self, signum: int) -> bool:
@@ -54,9 +48,7 @@ class AdoptedProcess:
         if self._pidfd is None:
             return LOST_STATUS
         self.signal_group(signal.SIGKILL)
-        end = time.monotonic() + _KILL_WAIT_S
-        while not self._readable(_KILL_WAIT_S) and time.monotonic() < end:
-            pass
+        is_readable(self._pidfd, KILL_WAIT_S)
         if self._run_id:
             kill_marked(self._run_id)
         if not self.exited:
@@ -64,20 +56,3 @@ class AdoptedProcess:
         os.close(self._pidfd)
         self._pidfd = None
         return LOST_STATUS
-
-    async def escalate(self, grace_s: float = 1.0) -> bool:
-        """Stop the group with SIGINT, SIGTERM and SIGKILL, `grace_s` each; return whether it is dead."""
-        for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGKILL):
-            self.signal_group(signum)
-            try:
-                await asyncio.wait_for(self.wait(), grace_s)
-            except TimeoutError:
-                continue
-            break
-        return self.finish() is not None
-
-    def _readable(self, timeout_s: float) -> bool:
-        assert self._pidfd is not None
-        poll = select.poll()
-        poll.register(self._pidfd, select.POLLIN)
-        return bool(poll.poll(timeout_s * 1000))

@@ -23,23 +23,21 @@ from __future__ import annotations
 
 import asyncio
 import os
-import select
 import signal
 import socket
 import time
 from collections.abc import Callable
 
-from .process import LOST_STATUS, kill_marked
+from .process import KILL_WAIT_S, LOST_STATUS, Process, is_readable, kill_marked, readable
 
-__all__ = ["ForkedProcess", "readable"]
+__all__ = ["MAX_PACKET_BYTES", "ForkedProcess"]
 
 MAX_PACKET_BYTES = 65_536
-_KILL_WAIT_S = 0.1
 _STATUS_WAIT_S = 0.1  # how long a template may take to say how its kernel ended
 _REAP_WAIT_S = 0.05
 
 
-class ForkedProcess:
+class ForkedProcess(Process):
     """A forked leader of its own session and group, and everything marked with its run id.
 
     Takes over `pidfd` and `connection`; `on_end` is called once, when it is confirmed dead.
@@ -75,7 +73,7 @@ class ForkedProcess:
     @property
     def exited(self) -> bool:
         """Whether the kernel is dead."""
-        return self._finished or _is_readable(self._pidfd, 0)
+        return self._finished or is_readable(self._pidfd, 0)
 
     async def wait(self) -> int:
         """Return the exit status once the kernel is dead; any number of waiters, may be cancelled."""
@@ -112,44 +110,25 @@ class ForkedProcess:
         if self._finished or os.getpid() != self._owner_pid:
             return self._code
         self.signal_group(signal.SIGKILL)
-        dead = _is_readable(self._pidfd, _KILL_WAIT_S)
+        dead = is_readable(self._pidfd, KILL_WAIT_S)
         kill_marked(self.run_id, self.pid, time.monotonic() - self._born_s)
         if not dead and not self.exited:
             return None
         if self._look() is None and not self._orphaned:
-            _is_readable(self._connection.fileno(), _STATUS_WAIT_S)
+            is_readable(self._connection.fileno(), _STATUS_WAIT_S)
             self._look()
         if self._code is None:
             self._code = LOST_STATUS
         self._finished = True
         try:
             self._connection.shutdown(socket.SHUT_WR)
-            _is_readable(self._connection.fileno(), _REAP_WAIT_S)  # it has been reaped
+            is_readable(self._connection.fileno(), _REAP_WAIT_S)  # it has been reaped
         except OSError:
             pass
         self._connection.close()
         os.close(self._pidfd)
         self._on_end(self)
         return self._code
-
-    async def escalate(self, grace_s: float = 1.0) -> bool:
-        """Stop the group with SIGINT, SIGTERM and SIGKILL, `grace_s` seconds each; return whether it is dead.
-
-        If the awaiting task is cancelled the rest of the patience is over: SIGKILL at once.
-        """
-        try:
-            for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGKILL):
-                self.signal_group(signum)
-                try:
-                    async with asyncio.timeout(grace_s):
-                        await self.wait()
-                    break
-                except TimeoutError:
-                    pass
-        except asyncio.CancelledError:
-            self.finish()
-            raise
-        return self.finish() is not None
 
     def _look(self) -> int | None:
         """Return the exit status if the template has told it; note whether the template is dead."""
@@ -166,28 +145,3 @@ class ForkedProcess:
             elif not packet:
                 self._orphaned = True
         return self._code
-
-
-def _is_readable(descriptor: int, timeout_s: float) -> bool:
-    poll = select.poll()
-    poll.register(descriptor, select.POLLIN)
-    return bool(poll.poll(timeout_s * 1000))
-
-
-async def readable(descriptor: int) -> None:
-    """Wait until `descriptor` can be read.  On a duplicate: a loop takes one callback for each descriptor."""
-    loop = asyncio.get_running_loop()
-    duplicate = os.dup(descriptor)
-    ready = loop.create_future()
-
-    def wake() -> None:
-        loop.remove_reader(duplicate)
-        if not ready.done():
-            ready.set_result(None)
-
-    try:
-        loop.add_reader(duplicate, wake)
-        await ready
-    finally:
-        loop.remove_reader(duplicate)
-        os.close(duplicate)

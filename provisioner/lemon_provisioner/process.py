@@ -27,16 +27,28 @@ import signal
 import subprocess
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 
 from lemon_provisioner.sweep import kill_marked
 
-__all__ = ["LOST_STATUS", "ChildProcess", "kill_marked", "new_run_id"]
+__all__ = [
+    "KILL_WAIT_S",
+    "LOST_STATUS",
+    "ChildProcess",
+    "Process",
+    "is_readable",
+    "kill_marked",
+    "new_run_id",
+    "readable",
+]
 
 LOST_STATUS = 255
 """Exit status of a child that somebody else reaped, so that nobody knows (asyncio uses the same)."""
 
-_KILL_WAIT_S = 0.1  # how long finish() waits, blocking, for a leader it has just killed
+KILL_WAIT_S = 0.1
+"""How long ``finish()`` waits, blocking, for a leader that it has just killed."""
+
 _POLL_S = 0.02  # only where the system has no pidfd
 
 
@@ -45,7 +57,57 @@ def new_run_id() -> str:
     return os.urandom(16).hex()
 
 
-class ChildProcess:
+class Process(ABC):
+    """A leader of its own session and group that runs, and what can still be done with it.
+
+    A child of ours (:class:`ChildProcess`), one that a template forked (:mod:`.forked`), or one that another host
+    launched (:mod:`.adopted`): they differ in who may reap it and in who knows how it ended.
+    """
+
+    pid: int
+
+    @property
+    @abstractmethod
+    def exited(self) -> bool:
+        """Whether the leader is dead.  Looking never reaps."""
+
+    @abstractmethod
+    async def wait(self) -> int:
+        """Return the leader's exit status once it is dead; may be cancelled."""
+
+    @abstractmethod
+    def signal_group(self, signum: int) -> bool:
+        """Signal the whole group; return whether there was one that is surely ours."""
+
+    @abstractmethod
+    def finish(self) -> int | None:
+        """Kill what is left of the run and return the leader's exit status; None if it does not die."""
+
+    async def escalate(self, grace_s: float = 1.0) -> bool:
+        """Stop the group with SIGINT, SIGTERM and SIGKILL, ``grace_s`` seconds each; return whether it is dead.
+
+        Ends as soon as the leader does; what is left of the run is then killed and the leader reaped as
+        by :meth:`finish`.  ``False`` means that SIGKILL did not end it within ``grace_s`` (behaviour 6.7).
+        If the awaiting task is cancelled the rest of the patience is over: SIGKILL at once.
+        """
+        step_s = asyncio.get_running_loop().time()
+        try:
+            for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGKILL):
+                self.signal_group(signum)
+                step_s += grace_s
+                try:
+                    async with asyncio.timeout_at(step_s):
+                        await self.wait()
+                    break
+                except TimeoutError:
+                    pass
+        except asyncio.CancelledError:
+            self.finish()
+            raise
+        return self.finish() is not None
+
+
+class ChildProcess(Process):
     """A spawned leader of its own session and group, and everything marked with its run id.
 
     The owner calls :meth:`finish` or :meth:`escalate` once it is done, on every path; both are idempotent.
@@ -150,7 +212,7 @@ class ChildProcess:
             if self._finished or os.getpid() != self._owner_pid:
                 return self._code
             self.signal_group(signal.SIGKILL)
-            self._wait_blocking(_KILL_WAIT_S)
+            self._wait_blocking(KILL_WAIT_S)
             kill_marked(self.run_id, self.pid, time.monotonic() - self._born_s)
             if self._look() is None:
                 return None
@@ -158,29 +220,6 @@ class ChildProcess:
                 self._reap()
             self._finished = True
             return self._code
-
-    async def escalate(self, grace_s: float = 1.0) -> bool:
-        """Stop the group with SIGINT, SIGTERM and SIGKILL, ``grace_s`` seconds each; return whether it is dead.
-
-        Ends as soon as the leader does; what is left of the run is then killed and the leader reaped as
-        by :meth:`finish`.  ``False`` means that SIGKILL did not end it within ``grace_s`` (behaviour 6.7).
-        If the awaiting task is cancelled the rest of the patience is over: SIGKILL at once.
-        """
-        step_s = asyncio.get_running_loop().time()
-        try:
-            for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGKILL):
-                self.signal_group(signum)
-                step_s += grace_s
-                try:
-                    async with asyncio.timeout_at(step_s):
-                        await self.wait()
-                    break
-                except TimeoutError:
-                    pass
-        except asyncio.CancelledError:
-            self.finish()
-            raise
-        return self.finish() is not None
 
     # -- looking and reaping -------------------------------------------------------------------------------------
 
@@ -217,25 +256,11 @@ class ChildProcess:
             self._pidfd = -1
 
     async def _readable(self) -> None:
-        """Wait for the pidfd.  Each waiter has a duplicate: a loop takes one callback for each descriptor."""
-        loop = asyncio.get_running_loop()
         with self._lock:
             if self._pidfd < 0:
                 return
-            descriptor = os.dup(self._pidfd)
-        dead = loop.create_future()
-
-        def wake() -> None:
-            loop.remove_reader(descriptor)
-            if not dead.done():
-                dead.set_result(None)
-
-        try:
-            loop.add_reader(descriptor, wake)
-            await dead
-        finally:
-            loop.remove_reader(descriptor)
-            os.close(descriptor)
+            duplicate = os.dup(self._pidfd)
+        await _until_readable(duplicate)
 
     def _wait_blocking(self, limit_s: float) -> None:
         end = time.monotonic() + limit_s
@@ -243,6 +268,34 @@ class ChildProcess:
             if self._pidfd < 0:
                 time.sleep(min(left_s, _POLL_S))
             else:
-                poll = select.poll()
-                poll.register(self._pidfd, select.POLLIN)
-                poll.poll(left_s * 1000)
+                is_readable(self._pidfd, left_s)
+
+
+def is_readable(descriptor: int, timeout_s: float) -> bool:
+    """Return whether ``descriptor`` can be read, or can be within ``timeout_s``; blocks for so long."""
+    poll = select.poll()
+    poll.register(descriptor, select.POLLIN)
+    return bool(poll.poll(timeout_s * 1000))
+
+
+async def readable(descriptor: int) -> None:
+    """Wait until ``descriptor`` can be read; any number of waiters, also on several loops."""
+    await _until_readable(os.dup(descriptor))
+
+
+async def _until_readable(duplicate: int) -> None:
+    """Wait for a duplicate, and close it.  Each waiter has one: a loop takes one callback for each descriptor."""
+    loop = asyncio.get_running_loop()
+    ready = loop.create_future()
+
+    def wake() -> None:
+        loop.remove_reader(duplicate)
+        if not ready.done():
+            ready.set_result(None)
+
+    try:
+        loop.add_reader(duplicate, wake)
+        await ready
+    finally:
+        loop.remove_reader(duplicate)
+        os.close(duplicate)

@@ -29,7 +29,7 @@ import socket
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import zmq
 from jupyter_client.connect import KernelConnectionInfo, port_names
@@ -41,7 +41,7 @@ from traitlets.utils.importstring import import_item
 from . import tracker
 from .environment import child_environment
 from .kernel_files import stage_shim, write_connection
-from .process import ChildProcess, new_run_id
+from .process import ChildProcess, Process, new_run_id
 from .templates import Launch, Templates
 from .workspace import KERNEL_PREFIX, create_workspace, remove_tree
 
@@ -68,19 +68,6 @@ class SessionLaunch:
     """Where a warm start may be had; None for a start from scratch, always."""
 
 
-class _Process(Protocol):
-    """What is left to do with a process once it runs; :class:`ChildProcess`, or one found again by its number."""
-
-    pid: int
-
-    @property
-    def exited(self) -> bool: ...
-    async def wait(self) -> int: ...
-    def signal_group(self, signum: int) -> bool: ...
-    def finish(self) -> int | None: ...
-    async def escalate(self, grace_s: float = 1.0) -> bool: ...
-
-
 class LemonProvisioner(KernelProvisionerBase):
     """Provisions kernels of the ``lemon`` kernelspec, and session kernels of ``execute_code``."""
 
@@ -102,7 +89,7 @@ class LemonProvisioner(KernelProvisionerBase):
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         self.workspace: str | None = None
-        self.process: _Process | None = None
+        self.process: Process | None = None
         self.exit_status: int | None = None
         """Of the process that ended last (jupyter_client forgets it)."""
         self.confirmed_dead = True
@@ -325,7 +312,7 @@ class LemonProvisioner(KernelProvisionerBase):
         tracker.group(self.run_id, process.pid)
         self._started(process)
 
-    def _started(self, process: _Process) -> None:
+    def _started(self, process: Process) -> None:
         self.process = process
         self.exit_status = None
         self.confirmed_dead = False

@@ -43,10 +43,10 @@ from lemon_shim.kernel import TEMPLATE_FLAG
 
 from . import tracker
 from .environment import RUN_ID_VARIABLE, child_environment
-from .forked import MAX_PACKET_BYTES, ForkedProcess, readable
+from .forked import MAX_PACKET_BYTES, ForkedProcess
 from .kernel_files import stage_shim
 from .key import environment_prefix
-from .process import ChildProcess, new_run_id
+from .process import ChildProcess, new_run_id, readable
 from .workspace import KERNEL_PREFIX, create_workspace, remove_tree
 
 __all__ = ["FallbackReason", "Launch", "Origin", "Templates"]
