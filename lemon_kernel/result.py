@@ -6,10 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
-from .output import CapturedOutput
-
 if TYPE_CHECKING:
     from .bridge.dispatch import Stats
+    from .output import CapturedOutput
 
 __all__ = ["FallbackReason", "Outcome", "Reason", "ToolResult", "ToolUpdate", "Trust"]
 

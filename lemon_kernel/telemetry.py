@@ -32,9 +32,11 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol, Self, cast, get_args
 
+from lemon_provisioner import ColdStartReason
 from lemon_shim.wire import HELPERS
 
 from ._version import __version__
+from .result import FallbackReason, Reason
 
 if TYPE_CHECKING:
     from opentelemetry import metrics, trace
@@ -97,36 +99,10 @@ CrashReason = Literal[
 ReapReason = Literal["idle", "unreachable"]
 CellOutcome = Literal["ok", "exception", "timeout", "kernel_died", "protocol_fault", "interrupted", "unknown"]
 CancelCause = Literal["timeout", "caller_exit", "shutdown", "unknown"]
-FallbackReason = Literal[
-    "missing_session_scope",
-    "registry_unavailable",
-    "capacity_exhausted",
-    "startup_failed",
-    "stop_failed",
-    "unknown",
-]
 DenyReason = Literal["authentication"]
-TemplateReason = Literal["threads", "environment", "age", "fork_error", "no_answer", "unsupported", "unknown"]
 RunMode = Literal["per_call", "session"]
-RunOutcome = Literal[
-    "ok",
-    "timeout",
-    "cancelled",
-    "exit",
-    "exception",
-    "queue_full",
-    "kernel_died",
-    "protocol_fault",
-    "kernel_discarded",
-    "kernel_unavailable",
-    "shutting_down",
-    "reset_failed",
-    "invalid_session_key",
-    "grant_failed",
-    "internal_error",
-    "refused",
-    "unknown",
-]
+RunOutcome = Literal["ok", Reason, "refused", "unknown"]
+FallbackWord = Literal[FallbackReason, "unknown"]
 
 
 class Words(NamedTuple):
@@ -211,7 +187,7 @@ CATALOGUE: Mapping[Event, EventSpec] = {
     ),
     "coding_agent.python_repl.fallback": EventSpec(
         ("count",),
-        {"reason": _words(FallbackReason, "unknown")},
+        {"reason": _words(FallbackWord, "unknown")},
         "fallback",
         "A session-mode call runs isolated instead.",
     ),
@@ -223,7 +199,7 @@ CATALOGUE: Mapping[Event, EventSpec] = {
     ),
     "coding_agent.python_repl.template.fallback": EventSpec(
         ("count",),
-        {"reason": _words(TemplateReason, "unknown")},
+        {"reason": _words(ColdStartReason, "unknown")},
         "template_fallback",
         "A kernel was started from scratch where a template might have been forked.",
     ),

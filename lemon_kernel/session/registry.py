@@ -33,9 +33,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Protocol, Self
 
+from lemon_provisioner import ColdStartReason
 from lemon_provisioner.environment import child_environment
 from lemon_provisioner.process import new_run_id
-from lemon_provisioner.templates import FallbackReason as ColdStartReason
 from lemon_provisioner.templates import Launch, Templates
 
 from .. import hostloop, telemetry

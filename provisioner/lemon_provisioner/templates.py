@@ -14,7 +14,7 @@ background once the first cold kernel has had its time (:data:`WARM_DELAY_S`), o
 ``nice``: forked kernels would inherit it and could not shed it.
 
 The other end is ``lemon_shim/kernel/template.py``, which describes the packets.  Whatever goes wrong here (see
-:data:`FallbackReason`) is an ordinary cold start for the caller; a template that gave cause for it is retired: it forks no
+``ColdStartReason``) is an ordinary cold start for the caller; a template that gave cause for it is retired: it forks no
 more, and ends when the last of its kernels has ended.  A template is a process like a kernel: own group, own marker, own
 workspace, known to the tracker; it ends with the registry, or after half an hour without use.
 
@@ -37,11 +37,10 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 from lemon_shim.kernel import TEMPLATE_FLAG
 
-from . import tracker
+from . import ColdStartReason, tracker
 from .environment import RUN_ID_VARIABLE, child_environment
 from .forked import MAX_PACKET_BYTES, ForkedProcess
 from .kernel_files import stage_shim
@@ -49,10 +48,7 @@ from .key import environment_prefix
 from .process import ChildProcess, new_run_id, readable
 from .workspace import KERNEL_PREFIX, create_workspace, remove_tree
 
-__all__ = ["FallbackReason", "Launch", "Origin", "Templates"]
-
-FallbackReason = Literal["threads", "environment", "age", "fork_error", "no_answer", "unsupported", "unknown"]
-"""Why a kernel was started from scratch where a template might have been forked (behaviour 9.1)."""
+__all__ = ["Launch", "Origin", "Templates"]
 
 ANSWER_TIMEOUT_S = 0.5
 START_TIMEOUT_S = 10.0
@@ -74,7 +70,7 @@ _INHERITED_STATUS = (
     "Seccomp", "Cpus_allowed", "Mems_allowed",
 )  # fmt: skip
 _LIMITS = tuple(getattr(resource, name) for name in sorted(dir(resource)) if name.startswith("RLIMIT_"))
-_REFUSALS: tuple[FallbackReason, ...] = ("threads", "environment", "fork_error")
+_REFUSALS: tuple[ColdStartReason, ...] = ("threads", "environment", "fork_error")
 
 _log = logging.getLogger("lemon_provisioner")
 
@@ -129,9 +125,9 @@ class Origin:
 class _Refused(Exception):
     """The template cannot serve this launch."""
 
-    def __init__(self, reason: FallbackReason) -> None:
+    def __init__(self, reason: ColdStartReason) -> None:
         super().__init__(reason)
-        self.reason: FallbackReason = reason
+        self.reason: ColdStartReason = reason
 
 
 class _Template:
@@ -280,7 +276,7 @@ class Templates:
     def __init__(
         self,
         *,
-        on_fallback: Callable[[FallbackReason], object] | None = None,
+        on_fallback: Callable[[ColdStartReason], object] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._on_fallback = on_fallback
@@ -288,7 +284,7 @@ class Templates:
         self._templates: dict[str, _Template] = {}
         self._retired: set[_Template] = set()
         self._starting: dict[str, asyncio.Task[bool]] = {}
-        self._refusals: dict[str, tuple[FallbackReason, float]] = {}
+        self._refusals: dict[str, tuple[ColdStartReason, float]] = {}
         """Interpreters that cannot have a template, why, and since when; tried again after :data:`MAX_AGE_S`."""
         self._delays: dict[str, asyncio.TimerHandle] = {}
         self._closed = False
@@ -380,14 +376,14 @@ class Templates:
                 self._refusals[interpreter] = ("threads", self._clock())
             raise
 
-    def _known_refusal(self, interpreter: str) -> FallbackReason | None:
+    def _known_refusal(self, interpreter: str) -> ColdStartReason | None:
         reason, since = self._refusals.get(interpreter, (None, 0.0))
         if reason is not None and self._clock() - since > MAX_AGE_S:
             del self._refusals[interpreter]
             return None
         return reason
 
-    def _count(self, reason: FallbackReason) -> None:
+    def _count(self, reason: ColdStartReason) -> None:
         if self._on_fallback is not None:
             self._on_fallback(reason)
 
