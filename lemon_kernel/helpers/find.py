@@ -10,7 +10,7 @@ from lemon_shim.wire import normalise_text
 
 from .base import HelperContext, HelperError, Params
 from .paths import Deadline, check_aborted, flag_param, integer_param, require, resolve, text_param
-from .walk import walk
+from .walk import is_file, walk
 from .worker import in_thread
 
 __all__ = ["find"]
@@ -69,7 +69,7 @@ def _find(
             found += [
                 prefix + entry.name
                 for entry in folder.files
-                if matches(entry.name) and (kind != "file" or _is_file(entry))
+                if matches(entry.name) and (kind != "file" or is_file(entry))
             ]
         if kind != "file":
             found += [prefix + entry.name for entry in folder.folders if matches(entry.name)]
@@ -87,13 +87,6 @@ def _shown_base(root: str, cwd: str) -> str:
     inside = cwd if cwd.endswith("/") else cwd + "/"
     shown = root.removeprefix(inside)
     return shown if shown.endswith("/") else shown + "/"
-
-
-def _is_file(entry: os.DirEntry[str]) -> bool:
-    try:
-        return entry.is_file()
-    except OSError:
-        return False
 
 
 def _report(found: list[str], max_results: int) -> str:

@@ -18,7 +18,7 @@ from lemon_shim.wire import normalise_text
 from .base import HelperContext, HelperError, Params
 from .paths import Deadline, check_aborted, flag_param, open_error, read_rest, require, resolve, text_param
 from .patterns import line_search
-from .walk import Folder, walk
+from .walk import Folder, is_file, walk
 from .worker import in_thread
 
 if TYPE_CHECKING:
@@ -125,12 +125,8 @@ def _files(root: str, wanted: Callable[[str], bool], look: Callable[[], object])
             name = folder.prefix + entry.name
             if not wanted(name) or (here is not None and here.ignores(folder, entry.name)):
                 continue
-            try:
-                if not entry.is_file():
-                    continue  # a device, a FIFO, a link that leads nowhere
-            except OSError:
-                continue
-            yield entry.path, name
+            if is_file(entry):  # no device, no FIFO, no link that leads nowhere
+                yield entry.path, name
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from lemon_shim.wire import normalise_text
 
 from .base import HelperContext, HelperError, Params
 from .paths import Deadline, check_aborted, flag_param, integer_param, require, resolve, text_param
-from .walk import walk
+from .walk import is_file, walk
 from .worker import in_thread
 
 __all__ = ["ls"]
@@ -58,18 +58,18 @@ def _ls(
 
     found: list[tuple[int, bool, str, str, os.DirEntry[str]]] = []
     for folder in walk(path, hidden, look):
-        for is_file, entries in ((False, folder.folders), (True, folder.files)):
+        for is_other, entries in ((False, folder.folders), (True, folder.files)):
             for entry in entries:
                 name = folder.prefix + entry.name
-                found.append((folder.depth, is_file, name.lower(), name, entry))
+                found.append((folder.depth, is_other, name.lower(), name, entry))
         if max_depth is not None and folder.depth >= max_depth:
             folder.folders.clear()
     found.sort(key=lambda one: one[:4])
 
     shown = found[:max_entries]
     lines = [f"Directory: {path}"]
-    for _, is_file, _, name, entry in shown:
-        letter = "d" if not is_file else _file_letter(entry)
+    for _, is_other, _, name, entry in shown:
+        letter = "d" if not is_other else ("-" if is_file(entry) else "?")
         lines.append(f"{letter} {_details(entry)} {name}" if long else f"{letter} {name}")
     if len(shown) < len(found):
         lines.append(f"[Showing {len(shown)} of {len(found)} entries. Limit: {max_entries}]")
@@ -78,13 +78,6 @@ def _ls(
     else:
         lines.append("(empty directory)")
     return normalise_text("\n".join(lines))
-
-
-def _file_letter(entry: os.DirEntry[str]) -> str:
-    try:
-        return "-" if entry.is_file() else "?"
-    except OSError:
-        return "?"
 
 
 def _details(entry: os.DirEntry[str]) -> str:

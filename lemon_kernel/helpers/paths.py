@@ -80,6 +80,7 @@ def open_error(path: str, want: str, error: OSError | ValueError) -> HelperError
 
 
 def check_aborted(context: HelperContext) -> None:
+    """Raise :class:`HelperError` if the run that a helper works for has been aborted."""
     if context.abort.aborted:
         raise HelperError("Operation aborted")
 

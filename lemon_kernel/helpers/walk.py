@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 
-__all__ = ["Folder", "is_folder", "walk"]
+__all__ = ["Folder", "is_file", "walk"]
 
 Entry = os.DirEntry[str]
 Identity = tuple[int, int]
@@ -58,7 +58,7 @@ def walk(root: str, hidden: bool, look: Callable[[], object]) -> Iterator[Folder
         look()
         folder = waiting.pop()
         for entry in _children(folder.path, hidden):
-            (folder.folders if is_folder(entry) else folder.files).append(entry)
+            (folder.folders if _is_folder(entry) else folder.files).append(entry)
         yield folder
         below: list[Folder] = []
         for entry in folder.folders:
@@ -71,11 +71,19 @@ def walk(root: str, hidden: bool, look: Callable[[], object]) -> Iterator[Folder
         waiting.extend(reversed(below))
 
 
-def is_folder(entry: Entry) -> bool:
+def _is_folder(entry: Entry) -> bool:
     """Tell whether an entry is a folder or a link to one; a link that leads nowhere is not."""
     try:
         return entry.is_dir()
     except OSError:  # a link to itself, or one into a folder that may not be entered
+        return False
+
+
+def is_file(entry: Entry) -> bool:
+    """Tell whether an entry is a regular file or a link to one; a device or a broken link is not."""
+    try:
+        return entry.is_file()
+    except OSError:
         return False
 
 

@@ -31,6 +31,7 @@ from urllib.parse import urljoin, urlsplit, urlunsplit
 
 from .base import HelperContext, HelperError, Params
 from .external import wrap_external
+from .paths import check_aborted
 from .ssrf import Resolver, allowed_addresses, normalise_host, resolve_host
 from .worker import in_thread
 
@@ -195,7 +196,7 @@ class WebFetch:
             allowed_hosts=config.allowed_hostnames,
         )
         for address in addresses:
-            _look(context)
+            check_aborted(context)
             transport = self._transport or httpx.AsyncHTTPTransport(
                 verify=await self._tls_context(),
                 trust_env=False,
@@ -240,11 +241,6 @@ def _configured(cwd: str) -> WebFetchConfig:
     return WebFetchConfig.load(cwd)
 
 
-def _look(context: HelperContext) -> None:
-    if context.abort.aborted:
-        raise HelperError("Operation aborted")
-
-
 async def _bounded(work: Awaitable[T], timeout_ms: int, context: HelperContext) -> T:
     """Return what `work` gives, unless the time is over or the run is aborted first."""
     task = asyncio.ensure_future(work)
@@ -261,8 +257,7 @@ async def _bounded(work: Awaitable[T], timeout_ms: int, context: HelperContext) 
     watcher = asyncio.ensure_future(aborted.wait())
     try:
         await asyncio.wait({task, watcher}, timeout=timeout_ms / 1000, return_when=asyncio.FIRST_COMPLETED)
-        if context.abort.aborted:
-            raise HelperError("Operation aborted")
+        check_aborted(context)
         if not task.done():
             raise HelperError(f"Web fetch failed: timed out after {timeout_ms}ms")
         return task.result()
@@ -359,7 +354,7 @@ async def _body(response: httpx.Response, max_bytes: int, context: HelperContext
     unpack = _unpacker(encoding)
     unpacked = bytearray()
     async for chunk in response.aiter_raw():
-        _look(context)
+        check_aborted(context)
         try:
             for piece in unpack(chunk):
                 unpacked += piece
