@@ -379,7 +379,7 @@ class ApprovalBroker:
 
 
 def authorizer(
-    policy: PolicySource,
+    policy: PolicySource | None,
     broker: ApprovalBroker | None,
     identity: RunIdentity,
     caller: CallerLoop | None = None,

@@ -78,25 +78,15 @@ class ToolPolicy:
         policy.unreadable_reason = reason
         return policy
 
-    @classmethod
-    def load(cls, cwd: str | os.PathLike[str]) -> ToolPolicy:
+    @staticmethod
+    def load(cwd: str | os.PathLike[str]) -> ToolPolicy:
         """Return the configured policy for work in `cwd` (behaviour 1.4).
 
         Raises :class:`~lemon_kernel.errors.ConfigError` when a configuration file cannot be read.
         """
         from .config import PolicyConfig
 
-        table = PolicyConfig.load(cwd)
-        if table.unreadable is not None:
-            return cls.unreadable(table.unreadable)
-        return cls(
-            table.allow,
-            table.deny,
-            table.blocked_tools,
-            table.require_approval,
-            table.approvals,
-            table.profile,
-        )
+        return PolicyConfig.load(cwd).policy()
 
     def allowed(self, tool: str) -> bool:
         """Return whether `tool` may be called."""
@@ -159,16 +149,16 @@ class ToolPolicy:
         return None
 
 
-PolicySource = ToolPolicy | Callable[[], ToolPolicy | Awaitable[ToolPolicy]] | None
-"""A policy, a function that returns (or awaits) the one that holds now, or None: everything is allowed."""
+PolicySource = ToolPolicy | Callable[[], ToolPolicy | Awaitable[ToolPolicy]]
+"""A policy, or a function that returns (or awaits) the one that holds now."""
 
 
 async def current_policy(
-    source: PolicySource, timeout_s: float | None = None, abort: AbortSignal | None = None
+    source: PolicySource | None, timeout_s: float | None = None, abort: AbortSignal | None = None
 ) -> ToolPolicy:
     """Return the policy that holds now; one that cannot be had denies everything (behaviour D-8).
 
-    Neither can one that an async function does not return within `timeout_s`, or before `abort`.
+    Without a `source` everything is allowed.  A policy cannot be had either that an async function does not return within `timeout_s`, or before `abort`.
     """
     if isinstance(source, ToolPolicy):
         return source

@@ -91,7 +91,6 @@ class Updates:
     GRACE_S = 1.0
 
     def __init__(self, callback: UpdateCallback | None, caller: hostloop.CallerLoop) -> None:
-        self._callback = callback
         self._caller = caller
         self._queue: asyncio.Queue[str | None] | None = None
         self._worker: asyncio.Task[None] | None = None

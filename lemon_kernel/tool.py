@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from . import hostloop, telemetry
@@ -20,7 +20,7 @@ from .config import ExecuteCodeConfig
 from .definition import LABEL, NAME, describe, parameters
 from .errors import InterpreterError
 from .helpers.base import Helper, HelperContext, HelperResult, Params
-from .policy import ToolPolicy, current_policy
+from .policy import PolicySource, ToolPolicy, current_policy
 from .result import CANCELLED_HEADLINE, ToolResult
 from .run import Request, Run, UpdateCallback, Updates
 from .scope import AbortSignal, SessionScope
@@ -28,11 +28,9 @@ from .scope import AbortSignal, SessionScope
 if TYPE_CHECKING:
     from .session.registry import KernelRegistry
 
-__all__ = ["ExecuteCode", "PolicySource", "UpdateCallback"]
+__all__ = ["ExecuteCode", "UpdateCallback"]
 
 OWNER_CONFIG_TIMEOUT_S = 1.0
-
-PolicySource = ToolPolicy | Callable[[], ToolPolicy | Awaitable[ToolPolicy]]
 
 
 class ExecuteCode:

@@ -17,10 +17,10 @@ from .definition import NAME
 from .errors import ToolNotFoundError
 from .helpers.base import HelperContext, HelperError, HelperResult, content_text
 from .helpers.specs import SPECS
-from .policy import ToolPolicy, current_policy
+from .policy import PolicySource, ToolPolicy, current_policy
 from .result import ToolResult, Trust
 from .scope import AbortSignal
-from .tool import ExecuteCode, PolicySource
+from .tool import ExecuteCode
 
 __all__ = ["DirectTool", "Tool", "find_tool", "tools"]
 

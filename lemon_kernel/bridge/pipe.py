@@ -20,11 +20,11 @@ import termios
 from collections.abc import Callable, Sequence
 
 from .dispatch import Answer, Dispatcher
+from .frames import HEAD_BYTES
 
 __all__ = ["PipeCarrier"]
 
 READ_BYTES = 65_536
-HEAD_BYTES = 4096
 LENGTH_BYTES = 4
 BACKLOG_SLACK_BYTES = 4 * 1024 * 1024
 

@@ -52,7 +52,6 @@ STARTUP_TIMEOUT_S = 10.0
 MAX_MESSAGE_BYTES = 262_144
 """Of a shell or control message to the host (behaviour 6.11)."""
 REPLY_AFTER_IDLE_S = 1.0
-CONFIRM_S = 1.0
 READ_BYTES = 65_536
 DRAIN_INTERVAL_S = 0.002
 """While little output comes the pipe is read at most this often: a line is not worth a wake-up."""
@@ -186,7 +185,6 @@ class KernelLink:
         self._watcher: asyncio.Task[None] | None = None
         self._ending: asyncio.Task[bool] | None = None
         self._info_id = ""
-        self._kernel_session: object = None
         self._heard: asyncio.Future[object] = self._loop.create_future()
         self._informed: asyncio.Future[object] = self._loop.create_future()
 
@@ -320,7 +318,6 @@ class KernelLink:
         informed, heard = await self._or_death(asyncio.gather(self._informed, self._heard))
         if informed != heard:
             raise ProtocolFault("another kernel answered")
-        self._kernel_session = informed
 
     def _connect(self, kind: int, name: str, receive: Callable[[list[bytes | memoryview]], None]) -> Channel:
         manager = self._manager

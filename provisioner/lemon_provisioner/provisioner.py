@@ -40,7 +40,7 @@ from traitlets.utils.importstring import import_item
 
 from . import tracker
 from .environment import child_environment
-from .kernel_files import stage_shim, write_connection
+from .kernel_files import SHIM_FOLDER, stage_shim, write_connection
 from .process import ChildProcess, Process, new_run_id
 from .templates import Launch, Templates
 from .workspace import KERNEL_PREFIX, create_workspace, remove_tree
@@ -282,7 +282,7 @@ class LemonProvisioner(KernelProvisionerBase):
         assert self.workspace is not None
         for index in range(len(command) - 1):
             if command[index : index + 2] == ["-m", _MODULE]:
-                command[index : index + 2] = [os.path.join(self.workspace, "shim")]
+                command[index : index + 2] = [os.path.join(self.workspace, SHIM_FOLDER)]
                 if "-P" not in command[1:index]:
                     command.insert(1, "-P")
                 if self.session is not None:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from lemon_shim import api, generations
 from lemon_shim.api import Carrier, ToolError
 from lemon_shim.message import Signer, decode, encode
-from lemon_shim.wire import COMM_TARGET, HOST_GONE, NO_HOST, OPEN_TIMEOUT_MS
+from lemon_shim.wire import HOST_GONE, NO_HOST, OPEN_TIMEOUT_MS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -221,6 +221,3 @@ def install(carrier: KernelCarrier, *, front_end: bool) -> None:
     api.check_generation = generations.check
     if front_end:
         api.request_grant = carrier.request_grant
-
-
-TARGET = COMM_TARGET

@@ -32,13 +32,13 @@ from traitlets.config import Config
 
 from lemon_shim import api, generations
 from lemon_shim.kernel import GRANT_METADATA
-from lemon_shim.kernel.bridge import TARGET, KernelCarrier
+from lemon_shim.kernel.bridge import KernelCarrier
 from lemon_shim.kernel.bridge import install as install_bridge
 from lemon_shim.kernel.cells import CellRunner
 from lemon_shim.kernel.debugger import LazyDebugger, stand_in
 from lemon_shim.kernel.interrupts import arm, disarm
 from lemon_shim.message import Message, Signer, decode, encode
-from lemon_shim.wire import CHANNELS, HELPERS
+from lemon_shim.wire import CHANNELS, COMM_TARGET, HELPERS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -139,7 +139,7 @@ class LemonKernel(IPythonKernel):
         sys.modules["lemon_tools"] = api
         self._tools = api.__dict__
         self._whole_tools = dict(self._tools)
-        self.comm_manager.register_target(TARGET, self._comm_opened)
+        self.comm_manager.register_target(COMM_TARGET, self._comm_opened)
         self.control_handlers["comm_open"] = self.comm_manager.comm_open
         self._pending: _AgentRequest | None = None
         self._finished = False
