@@ -44,9 +44,9 @@ SWEEP_LIMIT_S = 1.0
 """A sweep gives up after so long; a storm that outforks it that long is left to the next sweep."""
 
 _PASS_WAIT_MS = 200
-_HELD_DESCRIPTORS = (
-    256  # of so many victims of a pass the death is awaited; of the others, that it is certain
-)
+_HELD_DESCRIPTORS = 256
+"""Of so many victims of a pass the death is awaited; of the others it is certain."""
+
 _VAIN_PASSES = 20  # on a busy machine somebody is always being born; then so many looks are enough
 _EXHAUSTED_WAIT_S = 0.01
 _DIRECT_LOOKS = 64  # up to so many numbers are tried one by one before /proc is listed instead

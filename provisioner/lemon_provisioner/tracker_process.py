@@ -107,9 +107,8 @@ def born(pid: int) -> str:
         return ""
     finally:
         os.close(descriptor)
-    return (
-        stat.rpartition(b")")[2].split()[19].decode()
-    )  # field 22; the name in parentheses may hold anything
+    # field 22, counted from behind the name in parentheses, which may hold anything
+    return stat.rpartition(b")")[2].split()[19].decode()
 
 
 def kill_group(run: Run) -> None:

@@ -495,9 +495,8 @@ def _open_folder(name: str, within: int | None) -> int:
     except PermissionError:
         found = os.open(name, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=within)
     try:
-        itself = (
-            f"/proc/self/fd/{found}"  # a name for the object: whatever is put in its place is not touched
-        )
+        # a name for the object: whatever is put in its place is not touched
+        itself = f"/proc/self/fd/{found}"
         os.chmod(itself, 0o700)
         return os.open(itself, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     finally:

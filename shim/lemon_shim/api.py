@@ -86,9 +86,8 @@ class _Grant:
         self.cell = cell
         self.token = token
         self.max_text_bytes = max_text_bytes
-        self.ids = iter(
-            range(1, MAX_CALL_ID)
-        )  # next() is one step: it takes no lock that an interrupt could leave taken
+        # next() is one step: it takes no lock that an interrupt could leave taken
+        self.ids = iter(range(1, MAX_CALL_ID))
         self.number = 0  # of the newest text block
         self.charged_bytes = 0
 

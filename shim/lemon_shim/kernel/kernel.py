@@ -161,9 +161,7 @@ class LemonKernel(IPythonKernel):
             interrupted = False
             try:
                 loop.start()
-            except (
-                BaseException
-            ):  # an alarm or interrupt of a cell, raised where the loop itself could see it
+            except BaseException:  # an alarm or interrupt of a cell, raised where the loop could see it
                 interrupted = True
             request, self._pending = self._pending, None
             if request is not None:
