@@ -37,7 +37,6 @@ log = logging.getLogger(__name__)
 
 MAX_SCRIPT_BYTES = 1_048_576
 MIN_TIMEOUT_MS = 1000
-STARTUP_TIMEOUT_S = 10.0
 FALLBACK_MINIMUM_S = 1.0
 
 _cell_numbers = itertools.count(1)
@@ -253,6 +252,7 @@ class Run:
     async def _session(self) -> Outcome:
         from lemon_provisioner.key import InvalidKey, kernel_key
 
+        from .session.link import STARTUP_TIMEOUT_S
         from .session.registry import KernelRegistry, KernelSettings, ResetFailed, Unavailable
 
         scope, config = self.scope, self.config

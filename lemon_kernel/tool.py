@@ -156,7 +156,7 @@ class ExecuteCode:
     async def _prewarm(self, path: str) -> bool:
         from lemon_provisioner.interpreter import ProbeError, probe
 
-        from .session.kernel import STARTUP_TIMEOUT_S
+        from .session.link import STARTUP_TIMEOUT_S
         from .session.registry import KernelRegistry
 
         registry = KernelRegistry.default() if self._registry is None else self._registry

@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import ClassVar, Literal
 
+from lemon_shim.kernel import IPYKERNEL_BELOW, IPYKERNEL_FROM, IPYKERNEL_REQUIREMENT
 from traitlets import Bool
 
 from ..config import TABLES, ExecuteCodeConfig, Layer, PolicyConfig
@@ -26,7 +27,6 @@ __all__ = ["DoctorApp", "Finding"]
 
 ASK_TIMEOUT_S = 30.0
 OLDEST_PYTHON = (3, 9)
-OLDEST_IPYKERNEL = (7, 4)
 RISKY_KEYS = ("enabled", "python_path")
 """What a project's file must not decide unnoticed (behaviour 1.3)."""
 
@@ -172,8 +172,7 @@ def _is_script(path: str) -> bool:
 def _ipykernel(executable: str) -> Finding:
     """Session mode and notebooks need ipykernel beside the interpreter; without it calls run isolated."""
     question = "import importlib.metadata as m; print(m.version('ipykernel'))"
-    oldest = ".".join(map(str, OLDEST_IPYKERNEL))
-    mend = f"{executable} -m pip install 'ipykernel>={oldest},<8'"
+    mend = f"{executable} -m pip install '{IPYKERNEL_REQUIREMENT}'"
     try:
         done = subprocess.run(
             [executable, "-c", question],
@@ -189,7 +188,7 @@ def _ipykernel(executable: str) -> Finding:
     if done.returncode != 0 or not version:
         return Finding("warning", "ipykernel is not there: session mode runs every call isolated", mend)
     parts = tuple(int(part) for part in version.split(".")[:2] if part.isdigit())
-    if not OLDEST_IPYKERNEL <= parts < (8,):
+    if not IPYKERNEL_FROM <= parts < IPYKERNEL_BELOW:
         return Finding("warning", f"ipykernel {version} is not one that is supported", mend)
     return Finding("ok", f"ipykernel {version}")
 

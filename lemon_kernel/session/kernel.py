@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from .. import telemetry
 from ..output import CapturedOutput, OutputCapture
-from .link import CellReply, KernelDied, ProtocolFault, StartupError
+from .link import STARTUP_TIMEOUT_S, CellReply, KernelDied, ProtocolFault, StartupError
 from .states import ATTACHABLE, ENDINGS, Cause, Ending, Event, Life, Phase, Unavailable
 
 if TYPE_CHECKING:
@@ -44,9 +44,6 @@ if TYPE_CHECKING:
 __all__ = ["CellEnd", "Link", "OwnerLife", "SessionKernel", "Stopper", "soon"]
 
 log = logging.getLogger(__name__)
-
-STARTUP_TIMEOUT_S = 10.0
-"""How long a kernel may take to become ready, every start-up phase included (seed, fixed constant)."""
 
 STARTUP_CLEANUP_S = 4.0
 """What a start that was given up may take on top to release what it had: an escalation and some slack."""

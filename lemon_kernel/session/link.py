@@ -49,6 +49,8 @@ if TYPE_CHECKING:
 __all__ = ["CellReply", "KernelDied", "KernelLink", "ProtocolFault", "StartupError"]
 
 STARTUP_TIMEOUT_S = 10.0
+"""How long a kernel may take to become ready, every start-up phase included (seed, fixed constant)."""
+
 MAX_MESSAGE_BYTES = 262_144
 """Of a shell or control message to the host (behaviour 6.11)."""
 REPLY_AFTER_IDLE_S = 1.0

@@ -40,8 +40,8 @@ from lemon_provisioner.templates import Launch, Templates
 
 from .. import hostloop, telemetry
 from ..errors import RegistryUnavailableError
-from .kernel import STARTUP_TIMEOUT_S, CellEnd, Link, OwnerLife, SessionKernel, Stopper, soon
-from .link import KernelLink
+from .kernel import CellEnd, Link, OwnerLife, SessionKernel, Stopper, soon
+from .link import STARTUP_TIMEOUT_S, KernelLink
 from .states import ATTACHABLE, ENDINGS, Cause, Phase, Unavailable
 
 if TYPE_CHECKING:

@@ -18,4 +18,7 @@ SESSION_FLAG = "--session-launch"
 TEMPLATE_FLAG = "--template"
 """First argument of the process that session kernels are forked from (``template.py``)."""
 
-IPYKERNEL_REQUIREMENT = "ipykernel>=7.4,<8"
+IPYKERNEL_FROM, IPYKERNEL_BELOW = (7, 4), (8,)
+"""The versions of ipykernel that can be used; below 7.4 messages can be lost for good (jupyter-facts 0.2)."""
+
+IPYKERNEL_REQUIREMENT = f"ipykernel>={'.'.join(map(str, IPYKERNEL_FROM))},<{IPYKERNEL_BELOW[0]}"

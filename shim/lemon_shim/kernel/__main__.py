@@ -9,7 +9,13 @@ import gc
 import os
 import sys
 
-from lemon_shim.kernel import IPYKERNEL_REQUIREMENT, NO_IPYKERNEL_STATUS, TEMPLATE_FLAG
+from lemon_shim.kernel import (
+    IPYKERNEL_BELOW,
+    IPYKERNEL_FROM,
+    IPYKERNEL_REQUIREMENT,
+    NO_IPYKERNEL_STATUS,
+    TEMPLATE_FLAG,
+)
 
 
 def main() -> None:
@@ -18,7 +24,7 @@ def main() -> None:
     try:
         import ipykernel
 
-        usable = (7, 4) <= ipykernel.version_info[:2] < (8, 0)  # type: ignore[attr-defined]
+        usable = IPYKERNEL_FROM <= ipykernel.version_info[:2] < IPYKERNEL_BELOW  # type: ignore[attr-defined]
     except ImportError:
         usable = False
     if not usable:
