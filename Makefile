@@ -50,9 +50,10 @@ bench-check: $(STAMP)
 soak: $(STAMP)
 	@LEMON_TEST_SOAK=1 $(BIN)/python -m pytest -q tests --timeout 1800
 
-## pages that are generated from the code
+## pages that are generated from the code and its tests
 docs: $(STAMP)
 	@for page in tools/generate_*.py; do $(BIN)/python $$page; done
+	@WRITE_DOCS=1 $(BIN)/python -m pytest -q tests/acceptance/test_parity.py -k the_page_of_differences
 
 clean:
 	rm -rf $(VENV) dist build .pytest_cache .mypy_cache .ruff_cache .hypothesis
