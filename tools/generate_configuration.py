@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import pathlib
 import sys
 
-from lemon_kernel.config import ENVIRONMENT_PREFIXES, TABLES, Approvals
+from page import keep
 
-PAGE = pathlib.Path(__file__).parent.parent / "docs" / "configuration.md"
+from lemon_kernel.config import ENVIRONMENT_PREFIXES, TABLES, Approvals
 
 HEAD = """\
 # Configuration
@@ -69,15 +68,5 @@ def page() -> str:
     return "\n".join(parts)
 
 
-def main(arguments: list[str]) -> int:
-    """Write the page, or compare it."""
-    if "--check" in arguments:
-        current = PAGE.exists() and PAGE.read_text() == page()
-        print(f"{PAGE.name} is {'current' if current else 'stale: run ' + __file__}")
-        return 0 if current else 1
-    PAGE.write_text(page())
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(keep("configuration.md", page(), __file__, sys.argv[1:]))

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import pathlib
 import sys
 
-from lemon_kernel.telemetry import CATALOGUE, SPANS, Count, Words
+from page import keep
 
-PAGE = pathlib.Path(__file__).parent.parent / "docs" / "telemetry.md"
+from lemon_kernel.telemetry import CATALOGUE, SPANS, Count, Words
 
 HEAD = """\
 # Telemetry
@@ -70,15 +69,5 @@ def _kind(kind: Words | Count) -> str:
     return ", ".join(f"**{word}**" if word == kind.otherwise else word for word in kind.allowed)
 
 
-def main(arguments: list[str]) -> int:
-    """Write the page, or compare it."""
-    if "--check" in arguments:
-        current = PAGE.exists() and PAGE.read_text() == page()
-        print(f"{PAGE.name} is {'current' if current else 'stale: run ' + __file__}")
-        return 0 if current else 1
-    PAGE.write_text(page())
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(keep("telemetry.md", page(), __file__, sys.argv[1:]))
