@@ -244,6 +244,15 @@ class KernelRegistry:
     ) -> None:
         await self.aclose()
 
+    def __enter__(self) -> Self:
+        """Enter as a plain context manager, for callers of ``run_sync()``; leaving it blocks until all is closed."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        hostloop.run(self._close())
+
     # -- for the tool, on the host loop ----------------------------------------------------------------------
 
     async def reset(self, key: KernelKey, owner: Owner) -> bool:

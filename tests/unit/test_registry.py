@@ -741,6 +741,15 @@ def test_a_registry_is_an_async_context_manager_in_any_loop() -> None:
     assert asyncio.run(main()).closed
 
 
+def test_a_registry_is_a_plain_context_manager_too() -> None:
+    """`with KernelRegistry()` serves callers of `run_sync()`, who have no loop."""
+    with KernelRegistry() as registry:
+        assert not registry.closed
+        registry.snapshot()
+
+    assert registry.closed
+
+
 def test_the_default_registry() -> None:
     """One per process; when it was closed, a new and empty one."""
     first = KernelRegistry.default()
