@@ -141,10 +141,6 @@ def _tell_of_denial() -> None:
     telemetry.emit("coding_agent.python_repl.bridge.deny", {"count": 1}, {"reason": "authentication"})
 
 
-def _is_id(value: object) -> bool:
-    return isinstance(value, str) and bool(value.strip())
-
-
 @dataclass
 class Run:
     """One accepted call, on the host loop."""
@@ -250,13 +246,18 @@ class Run:
     # -- session ------------------------------------------------------------------------------------------
 
     async def _session(self) -> Outcome:
-        from lemon_provisioner.key import InvalidKey, kernel_key
+        from lemon_provisioner.key import InvalidKey, is_name, kernel_key
 
         from .session.link import STARTUP_TIMEOUT_S
         from .session.registry import KernelRegistry, KernelSettings, ResetFailed, Unavailable
 
         scope, config = self.scope, self.config
-        if scope is None or scope.owner is None or not _is_id(scope.session_id) or not _is_id(scope.agent_id):
+        if (
+            scope is None
+            or scope.owner is None
+            or not is_name(scope.session_id)
+            or not is_name(scope.agent_id)
+        ):
             return await self._fallback("missing_session_scope")
         registry = self.registry if self.registry is not None else KernelRegistry.default()
         if registry.closed:

@@ -16,7 +16,7 @@ from typing import Literal
 
 from lemon_shim.wire import HELPERS, PROTOCOL_VERSION
 
-__all__ = ["InvalidKey", "InvalidKeyReason", "KernelKey", "kernel_key"]
+__all__ = ["InvalidKey", "InvalidKeyReason", "KernelKey", "is_name", "kernel_key"]
 
 InvalidKeyReason = Literal[
     "invalid_session_id", "invalid_agent_id", "cwd_not_found", "cwd_not_directory", "interpreter_not_found",
@@ -59,9 +59,9 @@ def kernel_key(
     The ids must be non-blank strings and are kept verbatim.  `cwd` is expanded and must be an existing folder;
     two spellings of one folder give one key.  Order and duplicates of `helpers` do not matter.
     """
-    if not _is_name(session_id):
+    if not is_name(session_id):
         raise InvalidKey("invalid_session_id")
-    if not _is_name(agent_id):
+    if not is_name(agent_id):
         raise InvalidKey("invalid_agent_id")
     folder = os.path.realpath(os.path.expanduser(cwd))
     if not os.path.exists(folder):
@@ -87,7 +87,8 @@ def kernel_key(
     return KernelKey(digest, folder, launched, ordered)
 
 
-def _is_name(value: object) -> bool:
+def is_name(value: object) -> bool:
+    """Return whether `value` can be the id of a session or an agent: a string that is not blank."""
     return isinstance(value, str) and bool(value.strip())
 
 
