@@ -23,14 +23,17 @@ Rules 4 and 5 of behaviour 7.1 (CRLF becomes LF, other CRs go) are together "CRs
 
 from __future__ import annotations
 
+import array
 import codecs
+import fcntl
 import os
 import re
+import termios
 from dataclasses import dataclass
 
 from lemon_provisioner import workspace
 
-__all__ = ["CapturedOutput", "OutputCapture"]
+__all__ = ["CapturedOutput", "OutputCapture", "held_bytes"]
 
 SPILL_CAP_BYTES = 1 << 30
 SPILL_NOTICE = b"\n[output truncated at 1 GiB]"
@@ -261,6 +264,16 @@ class OutputCapture:
         dropped = self._total_bytes - len(self._head) - len(tail)
         text = f"{self._head.decode()}\n... [{dropped} bytes truncated] ...\n{tail.decode()}"
         return CapturedOutput(text, True, self._spill.path)
+
+
+def held_bytes(descriptor: int) -> int:
+    """Return how many bytes a pipe or socket holds now: how far the end of a run is read (behaviour 7.4).
+
+    Reading until there is nothing has no end while a child goes on writing.  Raises OSError.
+    """
+    held = array.array("i", [0])
+    fcntl.ioctl(descriptor, termios.FIONREAD, held)
+    return held[0]
 
 
 def _character_start(data: bytes | bytearray, index: int) -> int:

@@ -12,7 +12,6 @@ with the tracker, which ends it with the host (6.12).
 
 from __future__ import annotations
 
-import array
 import asyncio
 import fcntl
 import importlib.util
@@ -20,7 +19,6 @@ import logging
 import os
 import signal
 import socket
-import termios
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -32,7 +30,7 @@ from lemon_provisioner.process import ChildProcess, new_run_id
 from .bridge.dispatch import Dispatcher
 from .bridge.pipe import PipeCarrier
 from .errors import InterpreterError, WorkspaceError
-from .output import CapturedOutput, OutputCapture
+from .output import CapturedOutput, OutputCapture, held_bytes
 from .scope import AbortSignal
 
 __all__ = ["RunEnd", "run_script"]
@@ -211,9 +209,7 @@ class _Output:
 
     def finish(self) -> CapturedOutput:
         """Read what the pipe holds now, asked once, and return all that was captured."""
-        waiting = array.array("i", [0])
-        fcntl.ioctl(self._read_end, termios.FIONREAD, waiting)
-        left = waiting[0]
+        left = held_bytes(self._read_end)
         while left > 0 and (size := self._read(min(left, READ_BYTES))):
             left -= size
         return self._capture.finish()

@@ -12,13 +12,11 @@ answer.  None of that costs the host more than one frame and a bounded backlog:
 
 from __future__ import annotations
 
-import array
 import asyncio
-import fcntl
 import socket
-import termios
 from collections.abc import Callable, Sequence
 
+from ..output import held_bytes
 from .dispatch import Answer, Dispatcher
 from .frames import HEAD_BYTES
 
@@ -71,12 +69,10 @@ class PipeCarrier:
         self._dispatcher.end_calls()
         if not self._is_open:
             return
-        waiting = array.array("i", [0])
         try:
-            fcntl.ioctl(self._sock, termios.FIONREAD, waiting)
+            left = held_bytes(self._sock.fileno())
         except OSError:
             return
-        left = waiting[0]
         while left > 0 and (size := self._read(min(left, READ_BYTES))):
             left -= size
 

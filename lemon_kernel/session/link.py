@@ -23,8 +23,6 @@ import fcntl
 import logging
 import os
 import secrets
-import struct
-import termios
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -37,6 +35,7 @@ from lemon_shim.message import Message, Signer, decode, encode
 
 from ..bridge.comm import CommCarrier
 from ..bridge.sockets import Channel
+from ..output import held_bytes
 
 if TYPE_CHECKING:
     from jupyter_client.manager import AsyncKernelManager
@@ -96,7 +95,7 @@ class _Pipe:
 
     def drain(self) -> None:
         """Read exactly as much as is in the pipe now."""
-        left = self._held()
+        left = held_bytes(self._descriptor) if self._descriptor >= 0 else 0
         while left > 0:
             chunk = self._read(min(left, READ_BYTES))
             if not chunk:
@@ -110,11 +109,6 @@ class _Pipe:
                 self._rest.cancel()
             os.close(self._descriptor)
             self._descriptor = -1
-
-    def _held(self) -> int:
-        if self._descriptor < 0:
-            return 0
-        return int(struct.unpack("i", fcntl.ioctl(self._descriptor, termios.FIONREAD, b"\0\0\0\0"))[0])
 
     def _readable(self) -> None:
         chunk = self._read(READ_BYTES)
