@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Literal, TypeVar
 from . import hostloop, telemetry
 from .bridge.dispatch import Authorize, Call, Dispatcher, Limits, PolicyCheck, Stats
 from .config import ExecuteCodeConfig
-from .errors import DisabledError, ExecuteCodeError, InvalidParameterError, WorkspaceError
+from .errors import DisabledError, ExecuteCodeError, InterpreterError, InvalidParameterError, WorkspaceError
 from .helpers.base import Helper, HelperContext, HelperResult
 from .output import CapturedOutput
 from .result import FallbackReason, Outcome, Reason, ToolUpdate
@@ -38,6 +38,8 @@ log = logging.getLogger(__name__)
 MAX_SCRIPT_BYTES = 1_048_576
 MIN_TIMEOUT_MS = 1000
 FALLBACK_MINIMUM_S = 1.0
+OLDEST_PYTHON = (3, 7)
+"""Older ones cannot even compile the script's side of the bridge; ``doctor`` says which ones are supported."""
 
 _cell_numbers = itertools.count(1)
 """Names the cells of a host process apart; what a grant is called is no secret, its token is."""
@@ -203,6 +205,11 @@ class Run:
             interpreter = await self._interpreter(self.deadline)
         except _Cut as cut:
             return self._failure(cut.reason)
+        if interpreter is not None and interpreter.version < OLDEST_PYTHON:
+            version = ".".join(map(str, interpreter.version))
+            raise InterpreterError(
+                f"execute_code cannot use {interpreter.executable}: it is Python {version}"
+            )
         dispatcher = self._dispatcher("1", self.abort, None)
         killed = True
         end = None

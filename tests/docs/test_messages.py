@@ -117,6 +117,21 @@ def test_interpreter_that_does_not_start(tmp_path: pathlib.Path) -> None:
     assert said.startswith(f"execute_code could not start {broken}: ")
 
 
+@pytest.mark.parametrize("kernel_mode", ["per_call", "session"])
+def test_interpreter_that_is_too_old(kernel_mode: str, tmp_path: pathlib.Path) -> None:
+    """One that cannot compile our side is refused; a script would only see the text of ours."""
+    old = tmp_path / "python"
+    answer = "import sys; sys.version_info = (3, 6, 15); exec(sys.argv[sys.argv.index('-c', 1) + 1])"
+    old.write_text(f'#!/bin/sh\nexec {sys.executable} -c "{answer}" "$@"\n')
+    old.chmod(0o755)
+    config = ExecuteCodeConfig(enabled=True, python_path=str(old), kernel_mode=kernel_mode)
+    old_tool = ExecuteCode(tmp_path, config=config, policy=ToolPolicy())
+
+    said = refused(lambda: old_tool.run_sync({"script": "1"}), InterpreterError)
+
+    assert said == f"execute_code cannot use {sys.executable}: it is Python 3.6"
+
+
 def test_folder_that_is_gone(tmp_path: pathlib.Path) -> None:
     folder = tmp_path / "gone"
 
