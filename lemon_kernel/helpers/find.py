@@ -5,6 +5,7 @@ from __future__ import annotations
 import fnmatch
 import os
 import re
+from functools import partial
 
 from lemon_shim.wire import normalise_text
 
@@ -56,13 +57,9 @@ def _find(
     base = _shown_base(root, context.cwd)
     found: list[str] = []
 
-    def look() -> None:
-        check_aborted(context)
-        deadline.left_s()
-
     if max_depth is not None and max_depth < 1:
         return _report([], max_results)
-    for folder in walk(root, hidden, look):
+    for folder in walk(root, hidden, partial(deadline.look, context)):
         prefix = base + folder.prefix
         if kind != "directory":
             # A link that leads nowhere, a socket or a device is neither a file nor a folder, yet it is there.

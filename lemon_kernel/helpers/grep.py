@@ -11,6 +11,7 @@ import os
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING
 
 from lemon_shim.wire import normalise_text
@@ -67,10 +68,7 @@ def _grep(params: Params, deadline: Deadline, context: HelperContext) -> str:
     is_folder = os.path.isdir(root)
     require(root, "path")
 
-    def left_s() -> float:
-        check_aborted(context)
-        return deadline.left_s()
-
+    left_s = partial(deadline.look, context)
     report = _Report(max_results, context_lines)
     if is_folder:
         files = _files(root, _glob_filter(glob), left_s)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import stat
 import time
+from functools import partial
 
 from lemon_shim.wire import normalise_text
 
@@ -52,12 +53,8 @@ def _ls(
     check_aborted(context)
     require(path, "directory")
 
-    def look() -> None:
-        check_aborted(context)
-        deadline.left_s()
-
     found: list[tuple[int, bool, str, str, os.DirEntry[str]]] = []
-    for folder in walk(path, hidden, look):
+    for folder in walk(path, hidden, partial(deadline.look, context)):
         for is_other, entries in ((False, folder.folders), (True, folder.files)):
             for entry in entries:
                 name = folder.prefix + entry.name

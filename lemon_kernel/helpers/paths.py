@@ -127,6 +127,11 @@ class Deadline:
             raise self.error()
         return left_s
 
+    def look(self, context: HelperContext) -> float:
+        """Return the seconds that are left; raise :class:`HelperError` for none, or when the run is aborted."""
+        check_aborted(context)
+        return self.left_s()
+
     def error(self) -> HelperError:
         return HelperError(self._message)
 
