@@ -138,6 +138,7 @@ def report(title: str, rows: list[Row]) -> str:
     RESULTS.mkdir(exist_ok=True)
     stem = title.lower().replace(" ", "-")
     (RESULTS / f"{stem}.md").write_text(text)
+    chart(title, rows, RESULTS / f"{stem}.png")
     document = {
         "title": title,
         "machine": machine,
