@@ -279,7 +279,9 @@ class LemonKernel(IPythonKernel):
                     return await super().do_execute(*arguments, **options)  # type: ignore[no-any-return]
                 finally:
                     disarm()
-            except KeyboardInterrupt:
+            except (KeyboardInterrupt, UnboundLocalError):
+                # The second is how one ends that meets IPython's run_cell between its lines: a return in a finally
+                # swallows the interrupt, and what it returns was never set.  A cell's own does not come this far.
                 disarm()
                 return _error_reply(self.execution_count - 1, "KeyboardInterrupt", "") | {"traceback": []}
         finally:
