@@ -4,7 +4,7 @@ A script holds its own token, so every frame may be hostile and still be authent
 told apart, because behaviour 5.1 and 5.8 answer them differently:
 
 * *malformed*: not UTF-8, not JSON, not an object, no string ``type``.  Nobody can be waiting for an answer.
-* *unreadable*: JSON that this host will not hold - too large, nested beyond the recursion limit, an integer of
+* *unreadable*: JSON that this host will not hold - too large, nested beyond ``MAX_NESTING``, an integer of
   more than 4,300 digits.  A thread of the script may be waiting, so the id is looked for in the first 4 KiB.
 * *not Unicode*: an escape such as ``\\ud800`` makes a string that cannot be encoded again.  The frame is read,
   and the caller refuses what is in it.
@@ -20,6 +20,7 @@ import re
 from json import JSONDecodeError
 from typing import TypeGuard
 
+from lemon_shim.message import is_nested_too_deeply
 from lemon_shim.wire import MAX_CALL_ID
 
 __all__ = ["HEAD_BYTES", "UnreadableFrame", "frame_head", "is_call_id", "is_unicode", "parse_frame"]
@@ -38,6 +39,8 @@ class UnreadableFrame(Exception):
 
 def parse_frame(frame: bytes) -> dict[str, object] | None:
     """Return the object in `frame`, or None if it is malformed; raise :class:`UnreadableFrame`."""
+    if is_nested_too_deeply(frame):
+        raise UnreadableFrame
     try:
         message = _decode(frame.decode())
     except (UnicodeDecodeError, JSONDecodeError):

@@ -12,6 +12,7 @@ Everything used here is bound when the module is imported, so that nothing a scr
 from __future__ import annotations
 
 import hashlib
+import re
 from datetime import datetime, timezone
 from hmac import compare_digest
 from itertools import count
@@ -40,8 +41,34 @@ def encode(value: object) -> bytes:
     return _encode(value).encode("ascii")
 
 
+MAX_NESTING = 200
+"""How deep lists and objects in a message may nest; parameters may nest 64 deep (api.py)."""
+_PIECES = re.compile(rb'"(?:[^"\\]|\\.)*"|[][{}]', re.DOTALL)
+
+
+def is_nested_too_deeply(data: bytes) -> bool:
+    """Return whether JSON nests beyond ``MAX_NESTING``; looked at before it is parsed.
+
+    The parser would find out by itself, at the interpreter's recursion limit.  But a garbage collection that happens
+    to run down there calls finalizers of others, which then fail for want of a stack.
+    """
+    if data.count(b"[") + data.count(b"{") <= MAX_NESTING:
+        return False
+    depth = 0
+    for piece in _PIECES.finditer(data):
+        if piece[0] in (b"[", b"{"):
+            depth += 1
+            if depth > MAX_NESTING:
+                return True
+        elif piece[0] in (b"]", b"}"):
+            depth -= 1
+    return False
+
+
 def decode(data: bytes | memoryview) -> dict[str, object]:
     """Return the JSON object in `data`; raise ValueError when it is anything else."""
+    if isinstance(data, bytes) and is_nested_too_deeply(data):
+        raise ValueError("nested too deeply")
     try:
         value = _decode(_str(data, "utf-8"))
     except RecursionError:
