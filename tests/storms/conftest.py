@@ -63,8 +63,11 @@ class Crowd:
         owner = self.owners.setdefault(agent, Owner())
         tool = ExecuteCode(
             self.folder,
+            # a script that calls until it is cut short must not come to the end of its budget on a quick machine
             config=ExecuteCodeConfig(
-                enabled=True, kernel_mode=self.mode, python_path=sys.executable, **config
+                **{"enabled": True, "kernel_mode": self.mode, "python_path": sys.executable}
+                | {"max_rpc_calls": 1_000_000, "max_rpc_result_bytes": 2**31 - 1}
+                | config
             ),
             registry=self.registry,
             scope=SessionScope(agent, "agent", owner),
