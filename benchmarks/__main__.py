@@ -32,6 +32,11 @@ minute to minute, so compare inside a table only.
 MISSES = """
 ## Where a bar is missed, and why
 
+**A per-call run** was 1.18x to 1.36x a bare interpreter in the runs of one evening, 3 to 4.5 ms more.
+On the host 1.4 ms go into the workspace, the launch, the end and the removal; in the script 0.8 ms into loading the one joined module and three
+libraries, and 1 ms into the first `compile()` of the process, which a bare interpreter's own start of a file does not pay.
+Less would mean to let the host compile what a model wrote, or to give up the workspace of each run.
+
 **An echo helper call per call** costs about 35 us more than a bare asyncio socket-pair JSON echo.
 A profile of 3,000 calls shows 25 us of Python on the host for authentication, replay memory, ledger, policy, dispatch through a task
 and exact accounting, and 16 us in the script for encoding, numbering, the check of the descriptor and waiting; the rest of both
@@ -39,7 +44,7 @@ is two wake-ups of the other process.
 To come below 1.2x the dispatch would have to skip its task where a tool does not wait (possible from Python 3.12 on, with
 `eager_start`), and claim and encoding would have to leave Python.
 
-**A trivial session cell** takes 1.2 to 1.6 ms on the host's loop in a row.
+**A trivial session cell** takes 1.3 to 1.8 ms on the host's loop in a row.
 About 0.9 ms of that is the kernel link (two wake-ups, one signed request, one reply); the rest is the key, the lease, the grant and
 its settlement.
 From another loop two more thread hops come on top.
