@@ -22,6 +22,17 @@ from lemon_kernel import ToolResult
 
 RESULTS = pathlib.Path(__file__).parent / "results"
 
+CALLS = 200
+ECHO_SCRIPT = f"""
+from time import perf_counter
+times = []
+for number in range({CALLS}):
+    start = perf_counter()
+    read("x" * 20)
+    times.append(perf_counter() - start)
+print(*times)
+"""
+
 
 @dataclass
 class Row:

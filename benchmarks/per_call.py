@@ -16,18 +16,7 @@ import venv
 
 from lemon_kernel import ExecuteCode, ExecuteCodeConfig, hostloop, telemetry
 
-from .harness import Row, Workload, clean_environment, measure, report, timed
-
-CALLS = 200
-ECHO_SCRIPT = f"""
-from time import perf_counter
-times = []
-for number in range({CALLS}):
-    start = perf_counter()
-    read("x" * 20)
-    times.append(perf_counter() - start)
-print(*times)
-"""
+from .harness import CALLS, ECHO_SCRIPT, Row, Workload, clean_environment, measure, report, timed
 
 BARE_ECHO_CHILD = f"""
 import json, socket, sys, time

@@ -23,19 +23,9 @@ from lemon_kernel import ExecuteCode, ExecuteCodeConfig, KernelRegistry, Owner, 
 from lemon_kernel.session.link import KernelLink
 
 from .floor import Floor
-from .harness import Row, Workload, measure, report, timed, without_spill
+from .harness import CALLS, ECHO_SCRIPT, Row, Workload, measure, report, timed, without_spill
 
-CALLS = 200
 CELLS = 10
-SERIAL = f"""
-from time import perf_counter
-times = []
-for number in range({CALLS}):
-    start = perf_counter()
-    read("x" * 20)
-    times.append(perf_counter() - start)
-print(*times)
-"""
 SIXTEEN = f"""
 from time import perf_counter
 import threading
@@ -203,7 +193,7 @@ def rows(rounds: int | None = None) -> list[Row]:
                 Workload("stock: empty control round trip", control),
                 Workload(
                     "echo helper call in a session cell",
-                    lambda: [statistics.median(float(word) * 1000 for word in run(SERIAL).split())],
+                    lambda: [statistics.median(float(word) * 1000 for word in run(ECHO_SCRIPT).split())],
                     peer="stock: empty control round trip",
                     bar=0.45,
                 ),

@@ -12,7 +12,10 @@ ROOT = pathlib.Path(__file__).parents[2]
 ALLOWED_SECRETS = ("tests/",)
 """Where made-up tokens stand to be looked for in what is told of a run."""
 
-REGISTRY = re.compile(r'index-url|"resolved": "http|registry = "http|url = "https?://[^"]*\.(?:whl|tar\.gz)"')
+# classes of one character, so that the pattern does not match itself
+REGISTRY = re.compile(
+    r'index[-]url|"resolved"[:] "http|registry [=] "http|url [=] "https?://[^"]*\.(?:whl|tar\.gz)"'
+)
 SECRETS = re.compile(
     r"-----BEGIN [A-Z ]*PRIVATE KEY-----|\bAKIA[0-9A-Z]{16}\b|\bgh[pousr]_[A-Za-z0-9]{36}\b"
     r"|\bsk-[A-Za-z0-9_-]{20,}|\bxox[baprs]-[A-Za-z0-9-]{10,}|://[^/\s:@'\"<>{}]+:[^/\s@'\"<>{}]+@"
